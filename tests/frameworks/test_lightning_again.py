@@ -182,7 +182,7 @@ def test_what_cannot_be_entered_again_is_told(
         monkeypatch.delenv("LASTGASP_LAUNCHER", raising=False)
     trainer = trainer_of(tmp_path, **options)
     assert isinstance(trainer.strategy, DDPStrategy) == ("devices" in options)
-    found = again.cannot(trainer)
+    found = again.cannot(trainer, LightningModule())
     assert found.startswith(why) and bool(found) == bool(why)
 
 

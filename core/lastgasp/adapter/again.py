@@ -15,6 +15,7 @@ from lastgasp.pytorch.loop.again import LATER, Entry, Renewed, current, enter, i
 from lastgasp.pytorch.loop.again_here import MEMORY, AgainHere, users_handler
 from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
 from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
+from lastgasp.pytorch.loop.parts_again import PartsAgain
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 from lastgasp.pytorch.uservalues import ONCE, Limits, Root, UserValues, fill, is_users, is_users_module, packed
 
@@ -29,6 +30,7 @@ __all__ = [
     "KeptModules",
     "Limits",
     "Memory",
+    "PartsAgain",
     "Recovery",
     "Renewed",
     "Root",

@@ -7,9 +7,20 @@ sharded.
 
 from __future__ import annotations
 
+from lastgasp.pytorch.held_shards import HeldShards
 from lastgasp.pytorch.sharded import Shards, fill, is_sharded, unsupported
 from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_saves import ShardedGasp
 from lastgasp.pytorch.sharded_source import ShardedSource, SmallState
 
-__all__ = ["Payload", "ShardedGasp", "ShardedSource", "Shards", "SmallState", "fill", "is_sharded", "unsupported"]
+__all__ = [
+    "HeldShards",
+    "Payload",
+    "ShardedGasp",
+    "ShardedSource",
+    "Shards",
+    "SmallState",
+    "fill",
+    "is_sharded",
+    "unsupported",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,14 +13,17 @@ from torch import Tensor
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.arena import Arena, steps
 from lastgasp.arena_filling import ArenaMode, Filling
-from lastgasp.arena_taking import Taken, taken_over
+from lastgasp.arena_taking import Known, Taken, taken_by_all, taken_over
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, buddy_of
 from lastgasp.errors import ConfigError, NotSaveable
+from lastgasp.gasp.again import Again
+from lastgasp.gasp.arena_ref import ArenaRef
 from lastgasp.ports import Wanted
 from lastgasp.pytorch.aux_state import AuxRecorder
 from lastgasp.pytorch.extrastate import ExtraStates
+from lastgasp.pytorch.held_shards import HeldShards
 from lastgasp.pytorch.sharded import Shards, write_live
 from lastgasp.pytorch.sharded.table import Path as TablePath
 from lastgasp.pytorch.sharded_image import Payload, head_of
@@ -185,6 +189,46 @@ class ShardedSource(ShardedSaves):
         return found if taken_at == step else {}
 
     # -- entered again ------------------------------------------------------------------------------------
+
+    def cannot_again(self) -> str:
+        """Why the training cannot be entered again now; empty if it can. Called on the control thread."""
+        why = self._filling.cannot if self._filling is not None else ""
+        return f"its arena is not filled: {why}" if why else ""
+
+    def held(self, step: int) -> HeldShards:
+        """What this rank holds of `step`, for the time in which nothing is trained. It keeps nothing else alive.
+
+        Raises:
+            NotSaveable: it does not hold the step.
+        """
+        raise NotImplementedError
+
+    def enter_again(
+        self, again: Again, held: HeldShards | None, why_not: Callable[[Payload], str],
+        take: Callable[[Taken, Payload], SmallState],
+    ) -> None:  # fmt: skip
+        """Begin with this rank's part of the step that was agreed on. Before `describe`; all ranks call it together.
+
+        Args:
+            held: what this process has of it; None where it takes a dead one's place.
+            why_not, take: as for `take_over`.
+
+        Raises:
+            BadArena, ControlError, DeadlineExceeded: as `taken_by_all`, and what `take` raises.
+        """
+        known = None
+        if held is None:
+            there = next(one for one in again.arenas or () if one.rank == self.rank)
+        else:
+            there = ArenaRef(rank=self.rank, pid=os.getpid(), fd=held.arena.fd, identity=held.arena.identity)
+            known = Known(self.life.session.status.durable, held.present)
+            self.life.on_close(held.arena.close, last=True)
+        assert self.arena is not None
+        with taken_by_all(
+            self.life.session, self.arena, there, again.step, self._refused(why_not), known=known
+        ) as (taken, present):  # fmt: skip
+            self._take_step(taken, take)
+        self.present = present
 
     def bring(self, step: int) -> None:
         """Have this rank's arena hold `step`, if need be from the live state: nobody trains on with that.

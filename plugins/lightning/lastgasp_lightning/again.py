@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Checkpo
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import Place, choose_backend, launched, recovery_here
@@ -46,8 +46,9 @@ from lastgasp_lightning.checkpoint_io import LAYOUT
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import KeptTrainer
-from lastgasp_lightning.ranks import connect
-from lastgasp_lightning.uservalues import roots_of, values_of
+from lastgasp_lightning.ranks import connect, is_sharded_by
+from lastgasp_lightning.unsharded import cannot_shard_again
+from lastgasp_lightning.uservalues import ValuesOfSteps, roots_of
 
 log = logging.getLogger("lastgasp")
 
@@ -75,10 +76,11 @@ def watch_fits(asked: Recovery | None) -> None:
         wanted = [one for one in found if one.recovery in IN_PLACE]
         if not wanted:
             return original(self, *args, **kwargs)
-        if why := cannot(self):
+        model = args[0] if args else kwargs["model"]
+        if why := cannot(self, model):
             tell(why, any(one.asked for one in wanted))
             return original(self, *args, **kwargs)
-        kept = KeptTrainer(self, args[0] if args else kwargs["model"])
+        kept = KeptTrainer(self, model)
 
         def entered() -> Any:
             entry = current()
@@ -120,8 +122,11 @@ def _done_before(callbacks: list[Any]) -> None:
 
 def _watch_groups() -> None:
     """Know the process groups that strategies of Lightning's make: an entry makes them again."""
-    original = DDPStrategy.setup_distributed
+    for strategy, name in ((DDPStrategy, "setup_distributed"), (ModelParallelStrategy, "_setup_distributed")):
+        setattr(strategy, name, _watched(getattr(strategy, name)))
 
+
+def _watched(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def setup_distributed(self: Any) -> None:
         before = dist.is_initialized()
@@ -129,7 +134,7 @@ def _watch_groups() -> None:
         if not before and dist.is_initialized():
             _made[:] = [weakref.ref(dist.group.WORLD)]
 
-    DDPStrategy.setup_distributed = setup_distributed  # type: ignore[method-assign]
+    return setup_distributed
 
 
 _made: list[Any] = []
@@ -151,11 +156,15 @@ def tell(why: str, asked: bool) -> None:
         log.log(level, "this fit cannot be entered again: %s. After a fault the job restarts", why)
 
 
-def cannot(trainer: Any) -> str:
+def cannot(trainer: Any, model: Any) -> str:
     """Why a fit of this trainer cannot be entered again; empty if it can."""
     strategy, epoch = trainer.strategy, getattr(trainer.fit_loop, "epoch_loop", None)
-    if type(strategy) is not DDPStrategy or strategy._start_method != "popen":
-        return f"its strategy is {type(strategy).__name__}, and only 'ddp' can make its process group anew"
+    if is_sharded_by(strategy):
+        if why := cannot_shard_again(model):
+            return why
+    elif type(strategy) is not DDPStrategy or strategy._start_method != "popen":
+        return (f"its strategy is {type(strategy).__name__}, and only 'ddp' and ModelParallelStrategy can make their "
+                "process group anew")  # fmt: skip
     if not launched() and choose_backend().backend == "embedded":
         return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
     if _users_group():
@@ -181,16 +190,22 @@ class LightningAgain(AgainHere):
     """What a `LightningRun` keeps for the next entry, and begins with."""
 
     layout = LAYOUT
+    values_of = 1
+    """Of how many steps plain values are kept."""
     _names: frozenset[str] | None = None
     _trained: frozenset[str] = frozenset()
     _kept: UserValues | None = None
+
+    def restores(self, selector: Any) -> None:
+        """The fit was entered again: have it begin with what was held, instead of any file."""
+        selector.memory = self.received
 
     def begun(self) -> None:
         """A new process would have these parameters."""
         run, entry = self.run, self.run.entry
         self._names, self._trained = names_of(run.trainer), trained(run.trainer)
         if entry is not None and not entry.why and entry.sessions == 1:
-            run.state.values = values_of(run.trainer)
+            run.state.values = ValuesOfSteps(run.trainer, self.values_of)
 
     def changed(self) -> str:
         """Parameters have other names or number (ModelPruning), data or plain values cannot be those of the step."""
@@ -206,10 +221,11 @@ class LightningAgain(AgainHere):
 
     def before_dump(self, step: int) -> None:
         """Plain values of this step are put back first, so that `state_dict` methods have them."""
-        values, snapshot = self.run.state.values, self.run.state.snapshot
-        if values is not None and snapshot is not None and snapshot.step == step:
-            values.put_back()
-            self._kept = values
+        values = self.run.state.values
+        found = values.of(step) if values is not None else None
+        if found is not None:
+            found.put_back()
+            self._kept = found
 
     def values(self) -> bytes:
         """Those of this rank."""

@@ -11,7 +11,8 @@ import copy
 import gc
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,13 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 
 from lastgasp.adapter.again import KeptModules, UserValues, renew_scaler
 from lastgasp.adapter.torch import rng
+from lastgasp_lightning.ranks import is_sharded_by
+from lastgasp_lightning.unsharded import KeptParts
 
 log = logging.getLogger("lastgasp")
 
@@ -41,23 +45,28 @@ class KeptTrainer:
     def __init__(self, trainer: Any, model: Any) -> None:
         self.values: UserValues | None = None
         self.trainer, self._module = trainer, model
-        self._modes = KeptModules(model)
+        sharded = is_sharded_by(trainer.strategy)
+        self._modes, self._parts = KeptModules(model), KeptParts(model) if sharded else None
         self._plain = {name: value for name, value in vars(trainer).items() if isinstance(value, _PLAIN)}
         self._state = vars(trainer.state).copy()
         self._callbacks = list(trainer.callbacks)
         owners = [*filter(is_lightnings, self._callbacks), trainer._logger_connector, trainer._checkpoint_connector]
         self._attributes = [(owner, _copied(vars(owner))) for owner in owners]
         self._loops = _loops(trainer.fit_loop)
+        self._replaced = [(one, set(vars(one))) for one in (trainer.strategy, trainer.strategy.precision_plugin)]
         self._random = rng.RngRecorder().snapshot()
 
     def renew(self, state: UserValues | None) -> None:
-        """Between two entries: the process group is gone, and nothing of the last entry goes on."""
+        """Between two entries: nothing of the last entry goes on. Where parts are sharded its process groups are
+        dropped only afterwards, once the model does not hold them any more.
+        """
         self.values = state
         trainer = self.trainer
         trainer.training = True  # else the loop that was active would be left as it is
         trainer._signal_connector._original_handlers.pop(signal.SIGTERM, None)  # somebody else has it meanwhile
-        trainer._teardown()
-        self._tear_down()
+        with _without_group():
+            trainer._teardown()
+            self._tear_down()
         strategy = trainer.strategy
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
         strategy._pl_static_graph_delay_done = False
@@ -70,6 +79,11 @@ class KeptTrainer:
             vars(owner).clear()
             vars(owner).update(_copied(attributes))
         self._renew_module()
+        if self._parts is not None:
+            strategy._device_mesh = None
+            for owner, known in self._replaced:
+                _forget_replaced(owner, known)
+            self._parts.renew()
         gc.collect()  # runs and optimizers are in cycles, and hold descriptors and memory
         rng.restore(rng.decode(self._random))
 
@@ -126,6 +140,24 @@ def _copied(value: Any) -> Any:
             found[key] = _copied(item)
         return found
     return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
+
+
+@contextmanager
+def _without_group() -> Iterator[None]:
+    """What hooks find is no process group, even if it is not gone yet: a collective of theirs could wait for ever."""
+    members: Any = distributed_c10d.GroupMember
+    there, members.WORLD = members.WORLD, None
+    try:
+        yield
+    finally:
+        members.WORLD = there
+
+
+def _forget_replaced(owner: Any, known: set[str]) -> None:
+    """Methods that were replaced on this object since, and whose undo came in the wrong order: they hold the model."""
+    for name in vars(owner).keys() - known:
+        if callable(getattr(type(owner), name, None)):
+            delattr(owner, name)
 
 
 def _guarded(hook: Callable[[], object]) -> None:

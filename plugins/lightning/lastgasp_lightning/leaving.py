@@ -59,7 +59,7 @@ class Leaving:
     """
 
     def __init__(self, run: Any) -> None:
-        self._run = run
+        self._run, self._why = run, ""
         self._can: bool | None = None
 
     def written(self, files: Callable[[], Files]) -> bytes:
@@ -69,13 +69,21 @@ class Leaving:
         try:
             if self._can is None and not self._asked():
                 return b""
-            checkpoint, record = files()
-            data = pickle.dumps((self._about(), (checkpoint, record | {"small": {}})), pickle.HIGHEST_PROTOCOL)
+            data = self.dumped(files())
         except Exception as error:  # of the user's objects
             self._say(f"the state of callbacks, data or loops cannot be dumped at a step ({cause_of(error)})")
             return b""
         self._can = True
         return data
+
+    def dumped(self, files: Files) -> bytes:
+        """These files, for `Restored.of`."""
+        checkpoint, record = files
+        return pickle.dumps((self._about(), (checkpoint, record | {"small": {}})), pickle.HIGHEST_PROTOCOL)
+
+    def cannot(self) -> str:
+        """Why nothing of the kind is left in the arena; empty if it is, as far as is known."""
+        return self._why
 
     def why_not(self, payload: Payload) -> str:
         """Why it is none for this fit; empty if it is one."""
@@ -97,7 +105,7 @@ class Leaving:
         return not found
 
     def _say(self, why: str) -> None:
-        self._can = False
+        self._can, self._why = False, why
         if self._run.place.rank == 0:
             log.info("%s: if all ranks are killed at once, a restart begins with the newest checkpoint, not with what "
                      "arenas hold", why)  # fmt: skip

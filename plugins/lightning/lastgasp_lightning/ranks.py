@@ -71,7 +71,11 @@ def connect(trainer: Any, place: Place) -> Contact | None:
         ConfigError: the job spans several nodes, and where the controller may listen is not configured.
         ControlError, DeadlineExceeded: it could not be started.
     """
-    nodes = trainer.num_nodes
+    return connect_nodes(trainer.num_nodes, place)
+
+
+def connect_nodes(nodes: int, place: Place) -> Contact | None:
+    """As `connect`."""
     return contact_of(place, f"this job spans {nodes} nodes" if nodes > 1 else "", from_rank_0)
 
 

@@ -20,7 +20,15 @@ from lastgasp.adapter import (
 from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.torch import WORKERS, GaspSource, Unreduced, process_groups, save_verified
-from lastgasp_lightning.again import LightningAgain, entry_of, gasp_path, keep_sigterm, tell_others
+from lastgasp_lightning.again import (
+    IN_PLACE,
+    LightningAgain,
+    entry_of,
+    gasp_path,
+    keep_sigterm,
+    tell,
+    tell_others,
+)
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
@@ -87,11 +95,12 @@ class LightningRun(Training):
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
-        self._again_here = LightningAgain(self, make, self.writer, held)
+        self._again_here = self._again(arena)(self, make, self.writer, held)
         if recovery == "save":
             session.status.recovery = recovery
         if self._again_here.enters:
-            self.selector.memory, self.resume.put_back = self._again_here.received, self._again_here.put_back
+            self._again_here.restores(self.selector)
+            self.resume.put_back = self._again_here.put_back
             self.resume.in_place = True
         if joined is not None:
             self.life.on_close(keep_sigterm(trainer))
@@ -101,6 +110,18 @@ class LightningRun(Training):
         except BaseException as error:
             self.life.failed(error)
             raise
+
+    def _again(self, arena: ArenaMode) -> type[LightningAgain]:
+        """How this fit is entered again; `recovery` says so afterwards where it cannot be."""
+        if not is_sharded_by(self.trainer.strategy):
+            return LightningAgain
+        from lastgasp_lightning.parts_again import LightningPartsAgain
+
+        if self.recovery in IN_PLACE and (arena == 0 or self.place.world_size == 1):
+            if self.entry is not None:
+                tell("there is no recovery in place without arenas, where a rank's part goes with it", True)
+            self.recovery = "restart"
+        return LightningPartsAgain
 
     def _install(self) -> None:
         trainer, session, on_close = self.trainer, self.session, self.life.on_close

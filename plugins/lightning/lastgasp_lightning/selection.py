@@ -47,6 +47,7 @@ class LightningSelector:
         note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
         left: begins with what ranks before have left in arenas, where it is newer than all files; says whether it did.
+        entered: the same where the fit was entered again, with what ranks have held; has `present`.
         loading: the verified path that is being loaded.
     """
 
@@ -58,6 +59,7 @@ class LightningSelector:
         self.present: frozenset[str] | None = None
         self.memory: Callable[[], Memory] | None = None
         self.left: Callable[[Callable[[dict[str, Any]], None]], bool] | None = None
+        self.entered: Callable[[Callable[[dict[str, Any]], None]], frozenset[str] | None] | None = None
         self.loading: Path | None = None
         self._layout = SHARDED if is_sharded_by(trainer.strategy) else LAYOUT
 
@@ -100,6 +102,10 @@ class LightningSelector:
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
         if self.memory is not None:
             self._load_memory(self.memory(), load)
+            return True
+        if self.entered is not None:
+            self.present = self.entered(lambda checkpoint: self._load_held(lambda: checkpoint, load))
+            self.loaded()
             return True
         policy = SelectionPolicy(config, self._place, folders, self._layout, local, fit=fit, instead=bool(given))
         policy.note = self.note

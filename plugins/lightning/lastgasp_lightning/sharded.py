@@ -7,24 +7,29 @@ for that. So what hooks optimizers comes in `on_train_start` there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 from torch import Tensor
 
-from lastgasp.adapter import ConfigError, ManifestWriter
+from lastgasp.adapter import ConfigError, ManifestWriter, NotSaveable, cause_of
+from lastgasp.adapter.again import Again
 from lastgasp.adapter.arenas import ArenaMode, Taken
 from lastgasp.adapter.checkpoint import Staged
 from lastgasp.adapter.sharded import Payload, ShardedSource, Shards, fill, is_sharded, unsupported
-from lastgasp.adapter.torch import AuxRecorder, buffers_of
+from lastgasp.adapter.torch import AuxRecorder, buffers_of, persistent_buffers
 from lastgasp_lightning.again import gasp_path
 from lastgasp_lightning.checkpoint_io import SHARDED
 from lastgasp_lightning.compat import replace_method
 from lastgasp_lightning.leaving import Files, Leaving, Restored
 from lastgasp_lightning.snapshot import Snapshot
 from lastgasp_lightning.state import KEY
+
+if TYPE_CHECKING:
+    from lastgasp_lightning.parts_again import HeldFit
 
 META, OWN = "meta.pt", "lastgasp.pt"
 """Lightning's file with all but tensors, and ours: plain Lightning reads the first one with `weights_only=True`."""
@@ -119,13 +124,14 @@ class LightningShards(ShardedSource):
             CheckpointMismatch: it is of another model or optimizer.
             LastgaspError: as `take_over`.
         """
-        return self.take_over(self._leaving.why_not, lambda taken, payload: self._take(load, taken, payload),
+        return self.take_over(self._leaving.why_not,
+                              lambda taken, payload: self._take(load, taken, payload, bytes(payload.more)),
                               newer=True)  # fmt: skip
 
-    def _take(self, load: Callable[[dict[str, Any]], None], taken: Taken, payload: Payload) -> Restored:
+    def _take(self, load: Callable[[dict[str, Any]], None], taken: Taken, payload: Payload, more: bytes) -> Restored:
         own = {self.rank: payload.aux} if payload.aux else {}
         first = self._run.session.gather("arenas/first", payload.aux if self.rank == 0 else b"")[0]  # what was logged
-        restored = Restored.of(taken.step, bytes(payload.more), own | ({0: first} if first else {}))
+        restored = Restored.of(taken.step, more, own | ({0: first} if first else {}))
         models, optimizers = self._parts()
         fill(payload.shards, models, optimizers, rank=self.rank, world_size=self._trainer.world_size,
              single_optimizer=False)  # fmt: skip
@@ -135,10 +141,63 @@ class LightningShards(ShardedSource):
 
     def more(self, kept: Any) -> bytes:
         """Lightning's checkpoint of that step, and what a bit-equal resume needs."""
+        return self._leaving.written(lambda: self._all_files(kept))
+
+    def _all_files(self, kept: Snapshot) -> Files:
         own = self.capture(kept.step)
-        return self._leaving.written(
-            lambda: self._files(kept, self.dump_small(kept), {self.rank: own} if own else {})
-        )
+        return self._files(kept, self.dump_small(kept), {self.rank: own} if own else {})
+
+    # -- entered again ------------------------------------------------------------------------------------
+
+    def cannot_again(self) -> str:
+        """As in the base; and where a new process could not know what stands beside the tensors."""
+        return super().cannot_again() or self._leaving.cannot()
+
+    def settle_buffers(self, step: int) -> None:
+        """As in the base."""
+        live = dict(persistent_buffers(self._trainer.lightning_module))
+        for name, value in self.buffers(step, self.capture(step)).items():
+            holder, key = live[name.removeprefix(f"{_MODEL}.")]
+            if (there := holder[key]) is not None:
+                there.detach().copy_(value)
+
+    def held(self, step: int) -> HeldFit:
+        """As in the base, with Lightning's checkpoint as it is now.
+
+        Raises:
+            NotSaveable: this rank does not hold the step, or a callback's state cannot be dumped.
+        """
+        from lastgasp_lightning.parts_again import HeldFit
+
+        self.bring(step)
+        kept, fit, number = self.kept(step), self._run.fit.fit, self._run.fit.number()
+        try:
+            more = kept.more if isinstance(kept, Restored) else self._leaving.dumped(self._all_files(kept))
+        except Exception as error:  # of the user's objects
+            raise NotSaveable(f"what stands beside step {step} cannot be dumped ({cause_of(error)})") from error
+        writer = replace(self._writer, fit=lambda: fit)
+        found = HeldFit(self.hand_on(), writer, self.config, number, more)
+        found.alike, found.present = self.alike, self.present
+        return found
+
+    def enter(
+        self, load: Callable[[dict[str, Any]], None], again: Again, held: HeldFit | None, more: bytes
+    ) -> frozenset[str] | None:
+        """Restore the fit from this rank's part of a step. All ranks call it together.
+
+        Args:
+            load: as for `begin_with`; again, held: as for `enter_again`.
+            more: Lightning's checkpoint without tensors, the same for all ranks.
+
+        Returns:
+            The manifests that were there when training began.
+
+        Raises:
+            CheckpointMismatch: it is of another model or optimizer.
+            LastgaspError: as `enter_again`.
+        """
+        self.enter_again(again, held, self._leaving.why_not, lambda t, payload: self._take(load, t, payload, more))
+        return self.present
 
     # -- what a checkpoint has ----------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulati
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
-from lastgasp.adapter.again import UserValues
 from lastgasp.adapter.torch import Flags, own_copy, values_of
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
+from lastgasp_lightning.uservalues import ValuesOfSteps
 
 _Path = tuple[str, ...]
 # Hooks that run after a boundary and before the next update, outside validation and epoch end. Callbacks with
@@ -57,7 +57,7 @@ class Snapshotter:
         sharded: a snapshot may be saved when the next boundary is reached: nothing in it may be taken later.
     """
 
-    def __init__(self, trainer: Any, sharded: bool = False, values: UserValues | None = None) -> None:
+    def __init__(self, trainer: Any, sharded: bool = False, values: ValuesOfSteps | None = None) -> None:
         self._plain = values
         self._trainer, self._strategy = trainer, trainer.strategy
         self._fit, self._accumulate = trainer.fit_loop, trainer.accumulate_grad_batches
@@ -79,7 +79,7 @@ class Snapshotter:
     def take(self, step: int) -> Snapshot:
         """Remember everything as it stands. A few microseconds."""
         if self._plain is not None:
-            self._plain.take()
+            self._plain.take(step)
         logs, epoch, results = self._logs, self._epoch, self._epoch._results
         counters = self._values(self._dicts)
         if len(counters) != self._named:  # hardly ever after the first time: an attribute more

@@ -63,7 +63,7 @@ class LightningState:
         gate: called once per batch before parameters change, and may block.
         say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
-        shards: where each rank holds a part of the state; values: the `UserValues`, if any. Set before `install`.
+        shards: where each rank holds a part of the state; values: the `ValuesOfSteps`, if any. Set before `install`.
         completed: called for each step that `boundary` has not returned.
     """
 

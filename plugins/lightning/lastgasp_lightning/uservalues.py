@@ -15,6 +15,7 @@ from lastgasp.adapter.again import Root, UserValues, is_users
 from lastgasp.adapter.torch import Unsaved, extrastate
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import is_lightnings
+from lastgasp_lightning.unsharded import of_sharding, own_class
 
 _HPARAMS = ("_hparams", "_hparams_name", "_hparams_initial", "_log_hyperparams")
 
@@ -25,11 +26,44 @@ def values_of(trainer: Any) -> UserValues:
     return UserValues(roots_of(trainer), [*module.modules(), *module.parameters(), *module.buffers()])
 
 
+class ValuesOfSteps:
+    """Those of the last steps.
+
+    Args:
+        trainer: in `fit`, once its model is there.
+        steps: of how many; a rank that holds a part of the state alone may have to go back by one.
+    """
+
+    def __init__(self, trainer: Any, steps: int) -> None:
+        self._kept = [values_of(trainer) for _ in range(steps)]
+        self._steps = [-1] * steps
+        self._newest = self._kept[0]
+
+    def take(self, step: int) -> None:
+        """Record everything as it stands at the end of `step`. Never raises."""
+        place = step % len(self._kept)
+        self._newest, self._steps[place] = self._kept[place], step
+        self._newest.take()
+
+    def verify(self) -> None:
+        """As `UserValues.verify`."""
+        self._newest.verify()
+
+    def cannot(self) -> str:
+        """As `UserValues.cannot`, of the newest step."""
+        return self._newest.cannot()
+
+    def of(self, step: int) -> UserValues | None:
+        """Those of that step, if it is one of the last."""
+        return next((one for one, at in zip(self._kept, self._steps, strict=True) if at == step), None)
+
+
 def roots_of(trainer: Any) -> list[Root]:
     """Where they are found: the same names on all ranks."""
     module, data = trainer.lightning_module, trainer.datamodule
-    found = [Root(type(module).__name__, module, _of_module())]
-    found += [Root(f"{type(module).__name__}.{name}", one, _of_part()) for name, one in _parts(module)]
+    name = own_class(module).__name__
+    found = [Root(name, module, _of_module() | of_sharding(module))]
+    found += [Root(f"{name}.{path}", one, _of_part() | of_sharding(one)) for path, one in _parts(module)]
     if data is not None:
         found.append(Root(type(data).__name__, data, _of_data()))
     callbacks = [one for one in trainer.callbacks if not isinstance(one, Enters) and not is_lightnings(one)]
@@ -55,7 +89,7 @@ def _saves(value: Any) -> bool:
 
 def _parts(module: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, one in module.named_modules():
-        if name and is_users(type(one)) and not isinstance(one, Metric):
+        if name and is_users(own_class(one)) and not isinstance(one, Metric):
             yield name, one
 
 

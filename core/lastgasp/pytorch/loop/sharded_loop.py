@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from lastgasp.adapter.selection import CheckpointSelector
 from lastgasp.arena_filling import ArenaMode
-from lastgasp.arena_taking import Known, Taken, taken_by_all
+from lastgasp.arena_taking import Taken
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError, LastgaspError
 from lastgasp.gasp.again import Again
-from lastgasp.gasp.arena_ref import ArenaRef
 from lastgasp.ports import Layout
 from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.buffers import persistent_buffers
@@ -98,11 +96,6 @@ class ShardedLoop(ShardedSource):
 
     # -- entered again --------------------------------------------------------------------------------------
 
-    def cannot_again(self) -> str:
-        """Why the training cannot be entered again now; empty if it can. Called on the control thread."""
-        why = self._filling.cannot if self._filling is not None else ""
-        return f"its arena is not filled: {why}" if why else ""
-
     def settle_buffers(self, step: int) -> None:
         """As `ShardedSource.settle_buffers`."""
         live = dict(persistent_buffers(self._run.state.container))
@@ -127,28 +120,12 @@ class ShardedLoop(ShardedSource):
         return found
 
     def enter(self, again: Again, held: HeldParts | None) -> None:
-        """Fill the state with this rank's part of the step that was agreed on. All ranks call it together.
-
-        Args:
-            held: what this process has of it; None where it takes a dead one's place.
+        """Fill the state with this rank's part of the step. As `enter_again`.
 
         Raises:
-            BadArena, ControlError, DeadlineExceeded: as `taken_by_all`.
             CheckpointMismatch: it is of another model or optimizer.
         """
-        known = None
-        if held is None:
-            there = next(one for one in again.arenas or () if one.rank == self.rank)
-        else:
-            there = ArenaRef(rank=self.rank, pid=os.getpid(), fd=held.arena.fd, identity=held.arena.identity)
-            known = Known(self.life.session.status.durable, held.present)
-            self.life.on_close(held.arena.close, last=True)
-        assert self.arena is not None
-        with taken_by_all(
-            self.life.session, self.arena, there, again.step, self._refused(self._why_not), known=known
-        ) as (taken, present):  # fmt: skip
-            self._take_step(taken, self._take)
-        self.present = present
+        self.enter_again(again, held, self._why_not, self._take)
 
     def more(self, kept: Snapshot) -> bytes:
         """All that a loop's checkpoint has besides tensors; and of which training it is."""

@@ -1,0 +1,81 @@
+"""A training whose ranks hold parts of their own, entered again: each begins with its own part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lastgasp.gasp.again import Again
+from lastgasp.pytorch.loop.again_here import AgainHere, TakenAlong, joined, rejoin, save_alone
+from lastgasp.pytorch.loop.memory import Held, Memory
+from lastgasp.pytorch.loop.renumber import place_after
+from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
+from lastgasp.topology import Place
+
+
+class PartsAgain(AgainHere):
+    """As `AgainHere`; what is kept between two entries is the arena, which a dead rank has left as well.
+
+    No copy of the state is made for it, but where the arena holds an older step than the live state. The run's
+    attribute `shards` is its `ShardedSource`. A base of a framework's class goes behind this one.
+    """
+
+    def ready(self) -> None:
+        """What was held is in this run's arena by now."""
+        self._held = None
+
+    def forget(self) -> None:
+        """As in the base."""
+        self._memory = None
+        super().forget()
+
+    def nbytes(self) -> int:
+        """Of no copies."""
+        return 0
+
+    def changed(self) -> str:
+        """Why the arena, or what the framework has, does not do."""
+        why: str = self.run.shards.cannot_again()
+        return why or super().changed()
+
+    def elastic(self) -> bool:
+        """Without the parts of missing ranks nobody can go on."""
+        return False
+
+    def reach(self) -> Callable[[Place], Any]:
+        """As `contact`, but keeps nothing of the run alive."""
+        raise NotImplementedError
+
+    def beside(self, again: Again, held: Any) -> Memory | None:
+        """What is handed to a new process besides the dead one's arena, if anything; held: `ShardedSource.held`."""
+        return None
+
+    def before(self) -> Any:
+        """What this process has held since the last entry, of `HeldShards`; None in a new one."""
+        assert self._held is not None
+        return self._held.life.source.inner if self._held.life is not None else None
+
+    def _keep(self, again: Again, between: SigtermBetween) -> None:
+        run = self.run
+        status = run.life.session.status
+        self.before_dump(again.step)
+        source = run.shards.held(again.step)
+        memory = self.beside(again, source)
+        run.life.source.inner, status.cannot_again = source, str  # which do not keep the model alive
+        known = TakenAlong((status.recovery, status.elastic), run.users_handler, run.life.alike, between)
+        join = partial(joined, self._make, self.reach())
+        durable = again.step if again.saved else status.durable
+        run.entry.keep(
+            Held(
+                again,
+                memory,
+                run.fit,
+                rejoin=partial(rejoin, join, place_after(run.place, again), (again.step, durable), source, known),
+                wrapped=self.let_go(),
+                state=self.state(),
+                users_handler=run.users_handler,
+                between=between,
+                alone=partial(save_alone, run.life, source),
+            )
+        )
