@@ -77,6 +77,15 @@ def test_the_records_tell_where_no_rank_of_this_host_could(tmp_path: Path) -> No
     assert last_word(killed, "another job", 0) == LastWord()
 
 
+@pytest.mark.parametrize("files", [["step-5.pt"], []])
+def test_a_step_that_was_written_before_the_job_went_on_in_place_is_safe(files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "incidents").mkdir()
+    incident = Incident(id="1", job="job", attempt=0, world_size=2, ending="in_place", step_saved=5, files=files)
+    (tmp_path / "incidents" / "1.json").write_bytes(encode_incident(incident))
+    found = last_word({1: Entry(rank=1, pid=7, hold=1.0, directory=str(tmp_path))}, "job", 0)
+    assert found.safe == (f"step 5 is safe in {tmp_path}" if files else "")
+
+
 # -- connections -----------------------------------------------------------------------------------
 
 

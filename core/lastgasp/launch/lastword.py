@@ -71,8 +71,9 @@ def _recorded(directory: str, job: str, attempt: int) -> LastWord:
         for path in paths:
             incident = decode_incident(path.read_bytes())
             if (incident.job, incident.attempt) == (job, attempt) and incident.ending != "open":
-                step = incident.step_saved
-                return LastWord(incident.ending, -1 if step is None else step, directory)
+                step, ending = incident.step_saved, incident.ending
+                ending = "saved" if ending == "in_place" and incident.files else ending  # written before it went on
+                return LastWord(ending, -1 if step is None else step, directory)
     except (OSError, msgspec.DecodeError) as error:  # ValidationError is one
         log.debug("the records of %s cannot be read: %s", directory, error)
     return LastWord()
