@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.disturbed import disturbed, lines
 from support.launchers import SUPPORT, Running, incidents, run, undisturbed_jobs
 
 WORKER = SUPPORT / "train_again_lightning_sharded.py"
+MOMENTS = ("forward", "backward", "update", "step_end", "arena_copy")
 KILL = "kind=sigkill,rank=1,step=7,phase=backward"  # ModelCheckpoint has not saved that step
 SECOND = "no step was completed since training began, when the fault before was answered in place"
 
@@ -100,8 +102,8 @@ def test_the_arenas_of_all_who_have_not_begun_again_count(where: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("victim", "phase"),
-    [(1, "update"), pytest.param(0, "backward", marks=pytest.mark.full),
-     pytest.param(1, "forward", marks=pytest.mark.full)],
+    [pytest.param(*case, marks=() if case == (1, "update") else pytest.mark.full)
+     for case in itertools.product((0, 1), MOMENTS)],
 )  # fmt: skip
 def test_a_killed_rank_is_replaced(victim: int, phase: str, tmp_path: Path, undisturbed: Any) -> None:
     """Also where the survivor has completed the step by then: it goes back, from its own arena."""
@@ -139,7 +141,10 @@ def test_in_other_shapes(shape: str, ranks: int, victim: int, phase: str, tmp_pa
     ("shape", "phase", "arena", "step"),
     [
         ("plain", "backward", "every 1", 8),
+        ("plain", "update", "every 1", 8),
         ("plain", "arena_copy", "every 1", 9),
+        ("plain", "forward", "every 5", 8),  # from live states: no step is lost although the arenas hold an older one
+        ("hybrid", "backward", "every 1", 8),
     ],
 )
 def test_a_step_that_failed_is_done_again(
@@ -151,3 +156,37 @@ def test_a_step_that_failed_is_done_again(
         pass
     check(directory, started, ranks, None, (0, step))
     check_same(directory, undisturbed(shape, ranks), ranks)
+
+
+@pytest.mark.full
+@pytest.mark.cold
+def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
+    directory = tmp_path / "d"
+    faults = "kind=sigstop,rank=1,step=8,phase=forward"
+    with disturbed(tmp_path, job("plain", 2, directory), faults, LASTGASP_HANG_TIMEOUT="8") as started:
+        pass
+    check(directory, started, 2, 1)
+    check_same(directory, undisturbed("plain", 2), 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "more", "line", "not_in_place"),
+    [
+        pytest.param("plain", ["--arena", "off"], "there is no recovery in place without arenas", "", id="off"),
+        pytest.param("plain", ["--full"], "of memory are available", "no rank holds a common step", id="no memory"),
+        pytest.param("hooked", [], "is not called at each step", "is not called at each step", id="a hook"),
+        pytest.param("plain", ["--recovery", "default"], "", "", id="by default"),
+    ],
+)
+def test_where_it_cannot_be_the_job_restarts_as_ever(
+    shape: str, more: list[str], line: str, not_in_place: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(shape, 2, directory, "--stateless", *more), KILL) as started:
+        pass
+    [incident] = incidents(directory)
+    assert (incident.ending in ("saved", "gave_up"), incident.rung) == (True, ""), started.output[-6000:]
+    assert not_in_place in incident.not_in_place, incident
+    assert line in started.output
+    assert differences(undisturbed(shape, 2, "--stateless") / "final.pt", directory / "final.pt") == []
