@@ -22,7 +22,7 @@ from typing import Any, cast
 from lastgasp import __version__
 from lastgasp.arena import Arena
 from lastgasp.arena_taking import taken_over
-from lastgasp.backends.ascend.mindio import backend
+from lastgasp.backends.ascend.mindio import finding
 from lastgasp.config import GaspConfig
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.errors import LastgaspError
@@ -166,7 +166,8 @@ def main() -> None:
     config = GaspConfig.resolve(directory, **limits)
     vars(answering)["REACH"] = options.get("reach", answering.REACH)
     if "taskd_join" in options:
-        vars(backend)["JOIN"] = options["taskd_join"]
+        assert "JOIN" in vars(finding)
+        vars(finding)["JOIN"] = options["taskd_join"]
     vars(link)["__version__"] = options.get("version", __version__)
     source = (ShardedToy if "arenas" in options else ToySource)(rank, directory, options)
     place = Place(rank=rank, world_size=world, replicas=replicas, attempt=options.get("attempt", 0))
