@@ -170,6 +170,21 @@ def test_a_job_that_may_not_or_cannot_restarts_as_ever(
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
+@pytest.mark.full
+def test_a_rank_killed_before_the_launchers_first_look_finds_out_what_it_can_do(tmp_path: Path) -> None:
+    """A rank that is killed holds the launcher up before that has told what it can do; the job need not guess."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    (directory / "go").touch()
+    command = job(run, 3, directory)
+    command[command.index(str(WORKER)) : command.index(str(WORKER))] = ["--monitor-interval", "1"]
+    done = finish(command, tmp_path, LASTGASP_FAULT=KILL, LASTGASP_WARM="off")
+    assert done.ok, done.output[-6000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 8, 0)
+    assert incident.not_in_place == "there is no warm process (LASTGASP_WARM=off)", done.output[-6000:]
+
+
 def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, undisturbed: Any) -> None:
     directory, log = tmp_path / "d", tmp_path / "faults.log"
     directory.mkdir()
