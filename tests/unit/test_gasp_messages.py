@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v8.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v9.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -99,6 +99,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Kept(rank=3, steps=(4, 5), states=(b"rng", b"next"), arena=(4, 3), arena_pid=70, arena_fd=12),
     m.Forks(attempt=2, cannot="there is no warm process"),
     m.Agreed(attempt=2, ending="saved"),
+    m.RefusedToStart(attempt=2),
     m.Exited(attempt=2, incarnation=1, rank=3, how="killed by SIGKILL"),
     m.Listens(port=4711),
     m.Pair(pair=2, address="10.0.0.2:4711", owners=(2, 3)),

@@ -145,9 +145,23 @@ def test_who_waits_for_such_a_rank_is_told_at_once(early: bool, thread: Controll
             while not any(isinstance(one, m.Gathered) for one in found):
                 assert select.select([link.fileno()], [], [], PATIENCE)[0]
                 found += link.receive()
+        until(lambda: keeper.refused == 0, "the launchers of all hosts are told")
     [answer] = [one for one in found if isinstance(one, m.Gathered)]
     assert answer.missing == "rank 0 is gone: exited with code 87"
-    assert thread.refused_elsewhere(0) and not thread.refused_elsewhere(1)
+    assert thread.refused(0) and not thread.refused(1)
+
+
+def test_a_refusal_on_the_first_host_is_told_to_all_others(thread: ControllerThread) -> None:
+    """Also to those that come back after a lost connection."""
+    end = thread.endpoint
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        until(lambda: keeper.connected, "it is connected")
+        thread.expect(3)
+        thread.report_exit(0, "exited with code 1")
+        thread.report_exit(0, "exited with code 87")
+        until(lambda: keeper.refused == 3, "it is told")
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        until(lambda: keeper.refused == 3, "it is told later")
 
 
 def test_a_refusal_on_another_host_is_the_end() -> None:

@@ -145,6 +145,7 @@ class Controller:
 
     def report_exit(self, rank: int, how: str, pid: int = 0) -> None:
         """Take the launcher's report that this rank's process ended, even if it never joined."""
+        self.keepers.rank_ended(self._expected, how)
         if pid in self._replaced and (before := self.incidents.previous) is not None:
             self.incidents.add_cause(before, rank, how)
         elif self.attempt is not None:
@@ -445,6 +446,5 @@ class Controller:
             with self._guard("a look at the deadlines"):
                 self._do(attempt.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
             with self._guard("a look at the gathers"):
-                answers = attempt.failed_gathers(now)
-                self._do(Send(rank=rank, message=answer) for rank, answer in answers)
+                self._do(Send(rank=rank, message=answer) for rank, answer in attempt.failed_gathers(now))
             self.records.look()

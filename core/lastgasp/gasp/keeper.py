@@ -68,6 +68,7 @@ class BufferKeeper:
     Attributes:
         agreed: how the last recovery has ended.
         connected: the controller can be reached.
+        refused: the last attempt in which a rank has refused to start; -1 where none has.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -75,6 +76,7 @@ class BufferKeeper:
         self._token = token
         self.agreed: m.Agreed | None = None
         self.connected = False
+        self.refused = -1
         self._forks: m.Forks | None = None
         self._to_tell: deque[m.Message] = deque()
         self._buffers: dict[int, int] = {}
@@ -166,6 +168,8 @@ class BufferKeeper:
                     link.send(self._kept(message.rank))
                 elif isinstance(message, m.Agreed):
                     self.agreed = message
+                elif isinstance(message, m.RefusedToStart):
+                    self.refused = message.attempt
                 elif isinstance(message, m.Pair):
                     self._buddies.pair(message, self._arenas)
 

@@ -29,7 +29,7 @@ class Keepers:
     Attributes:
         connected, most: how many launchers are connected, and the most there have been; read by other threads.
         on_buddy: called with what is said about copies on partner hosts: host, its address, message.
-        refused: attempts in which a rank of another host has refused to start, and its launcher has said so.
+        refused: attempts in which a rank has refused to start, and its launcher has said so.
         own_address: by which the launchers of other hosts reach this one; empty before the first has connected.
     """
 
@@ -66,6 +66,8 @@ class Keepers:
                 writer.write(m.frame(order))
         if self._agreed is not None:
             writer.write(m.frame(self._agreed))
+        for attempt in self.refused:
+            writer.write(m.frame(m.RefusedToStart(attempt=attempt)))
         self._forks[writer] = None
         self.connected += 1
         self.most = max(self.most, self.connected)
@@ -86,8 +88,7 @@ class Keepers:
         if isinstance(message, m.Forks):
             self._forks[writer] = message
         elif isinstance(message, m.Exited):
-            if message.how == describe_exit(REFUSED):
-                self.refused.add(message.attempt)
+            self.rank_ended(message.attempt, message.how)
             self._exited(message)
         elif isinstance(message, m.Kept):
             self._asked.pop(message.rank, None)
@@ -97,6 +98,15 @@ class Keepers:
                 self._died_at(message.rank, message.steps[0])
         else:
             raise ProtocolError(f"{type(message).__name__} after the greeting")
+
+    def rank_ended(self, attempt: int | None, how: str) -> None:
+        """A rank of any host has ended; where it has refused to start, no launcher need wait for its host."""
+        if attempt is None or how != describe_exit(REFUSED):
+            return
+        self.refused.add(attempt)
+        for writer in self._forks:
+            with contextlib.suppress(ControlError):
+                writer.write(m.frame(m.RefusedToStart(attempt=attempt)))
 
     def put_off(self, exited: m.Exited) -> None:
         """Keep it until the attempt and incarnation that it is of have begun."""

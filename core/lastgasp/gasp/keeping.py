@@ -75,6 +75,12 @@ class Agreed(Message, frozen=True, kw_only=True):
     again: Again | None = None
 
 
+class RefusedToStart(Message, frozen=True, kw_only=True):
+    """Controller, to all keepers: a rank of this attempt has refused to start, and would refuse again."""
+
+    attempt: int
+
+
 class Exited(Message, frozen=True, kw_only=True):
     """Keeper: the process that was to be `rank` in this incarnation has ended before it joined, or was not made."""
 

@@ -45,6 +45,7 @@ from .keeping import Keep as Keep
 from .keeping import Keeper as Keeper
 from .keeping import Kept as Kept
 from .keeping import Left as Left
+from .keeping import RefusedToStart as RefusedToStart
 from .wire import HEADER as HEADER
 from .wire import Message as Message
 from .wire import Role as Role
@@ -55,7 +56,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -354,6 +355,7 @@ FromRank = (
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
     | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took | FewerNoted
+    | RefusedToStart
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 FromKeeper = Keeper | Kept | Forks | Exited | Listens | Copied | Remarked

@@ -137,8 +137,8 @@ class ControllerThread:
         found = self._attempt(attempt)
         return found is not None and found.progressed
 
-    def refused_elsewhere(self, attempt: int) -> bool:
-        """A rank of another host has refused to start in this attempt."""
+    def refused(self, attempt: int) -> bool:
+        """A rank of any host has refused to start in this attempt."""
         return attempt in self._controller.keepers.refused
 
     def repeats(self, attempt: int) -> Repeats:

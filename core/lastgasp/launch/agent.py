@@ -54,7 +54,6 @@ LEAVE = 15.0
 MARKS_LIMIT = 5.0
 """Seconds that writing the last step marks of killed workers may take."""
 
-
 last_ending = ""
 """How the last recovery led by this process has ended (events.Ending); empty if there was none."""
 
@@ -400,7 +399,9 @@ class GaspAgent(LocalElasticAgent):
             recover_orphans(MARKS_LIMIT)
         if stopped:
             raise SystemExit(0)
-        if lost is not None:
+        if lost is not None and self._attempts.refused_elsewhere:
+            self._restarts.refused = self._restarts.elsewhere = True
+        elif lost is not None:
             raise self._without_rendezvous(lost, used) from lost
         if self._restarts.should_give_up:
             write_error(f"lastgasp: {self._restarts.verdict}")

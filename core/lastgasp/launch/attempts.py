@@ -92,7 +92,9 @@ class LaunchAttempt:
 
     def refused_elsewhere(self) -> bool:
         """A rank of another host has refused to start: its launcher ends, and the job cannot go on."""
-        return self.controller is not None and self.controller.refused_elsewhere(self.number)
+        if self.controller is not None:
+            return self.controller.refused(self.number)
+        return self.keeper is not None and self.keeper.refused == self.number
 
     def repeats(self) -> Repeats:
         """How often in a row one exception has ended the training; the launcher with the controller judges that."""
@@ -249,6 +251,11 @@ class LaunchAttempts:
             self.last_word = self._last.last_word()
             self._last.desk.close()
             self._last = None
+
+    @property
+    def refused_elsewhere(self) -> bool:
+        """As of the newest attempt (`LaunchAttempt.refused_elsewhere`), also once it has ended."""
+        return self._keeper is not None and self._keeper.refused == self._started - 1
 
     def summary(self, ending: str) -> str:
         """The job's last line; empty where no rank uses lastgasp, or another node's launcher reports it."""

@@ -258,9 +258,8 @@ class InPlace:
 
     def report_exits(self, failed: Mapping[int, str]) -> None:
         """Workers have ended before any rank of this host has joined: other hosts' ranks would wait for them."""
-        if self._attempt.keeper is not None:
-            for rank, how in failed.items():
-                self._report(rank, how)
+        for rank, how in failed.items():
+            self._report(rank, how)
 
     def _report(self, rank: int, how: str) -> None:
         attempt = self._attempt
