@@ -237,6 +237,18 @@ def test_a_death_on_the_way_back_costs_no_step(second: int, tmp_path: Path, expe
     check_losses(job, expected("--bf16"), where)
 
 
+@pytest.mark.full
+def test_a_new_process_that_dies_before_it_meets_the_others_is_not_waited_for(tmp_path: Path, expected: Any) -> None:
+    """By its timeout the survivor would wait ten minutes in the store of the process group, which is Megatron's default."""
+    job = job_in(tmp_path, "--bf16 --distributed-timeout-minutes 10")
+    with disturbed(job, "kind=sigkill,rank=0,step=6,phase=backward", DIES_STARTING="0") as started:
+        pass
+    found = incidents(job.checkpoints)
+    where = f"{found}\n{started.output[-6000:]}"
+    assert [one.rung for one in found][:1] == ["replace"] and not any(one.steps_lost for one in found), where
+    check_losses(job, expected("--bf16"), where)
+
+
 OFFER = "a fault can be answered in place, as incarnation {}\n"
 KILLS, SETTLED, MEMORY = 6, 2, 40_000
 """Ranks killed in one job; after how many of them what is held is compared with; kB."""
