@@ -239,7 +239,7 @@ def test_a_death_on_the_way_back_costs_no_step(second: int, tmp_path: Path, expe
 
 @pytest.mark.full
 def test_a_new_process_that_dies_before_it_meets_the_others_is_not_waited_for(tmp_path: Path, expected: Any) -> None:
-    """By its timeout the survivor would wait ten minutes in the store of the process group, which is Megatron's default."""
+    """By its own timeout the survivor would wait ten minutes for it, which is Megatron's default."""
     job = job_in(tmp_path, "--bf16 --distributed-timeout-minutes 10")
     with disturbed(job, "kind=sigkill,rank=0,step=6,phase=backward", DIES_STARTING="0") as started:
         pass

@@ -7,7 +7,8 @@ and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With 
 iteration behind `HOLD_AT` completed ones before that file exists; with `HOLDS` (iterations) neither to that of each of
 those before there is a file `HOLD`-iteration. Each forward pass of an evaluation takes `SLOW_EVALUATION` seconds
 longer. With `DIES_AGAIN` that rank kills itself when it makes its data sets in a training that is entered again in
-place; with `DIES_STARTING` the new process of that rank does, before it meets the others. `TEST_DEVICE_FAULT` and `TEST_SECOND_FAULT` bring what `support.again_faults` says; `LOSSES_DIR` is its folder.
+place; with `DIES_STARTING` the new process of that rank does, before it meets the others. `TEST_DEVICE_FAULT` and
+`TEST_SECOND_FAULT` bring what `support.again_faults` says; `LOSSES_DIR` is its folder.
 """
 
 from __future__ import annotations
