@@ -88,6 +88,23 @@ def _is_cut(end: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.parametrize("side", ["of the store", "of who is there"])
+def test_who_is_at_the_store_where_all_meet_again_stays_there(side: str) -> None:
+    """The store may be in a rank's process (MindIO leads), and that rank the last to cut its connections."""
+    with (
+        server_at("127.0.0.1") as store,
+        socket.create_connection(store.getsockname()) as client,
+        store.accept()[0] as served,
+    ):
+        theirs, port = (client if side == "of the store" else served).fileno(), store.getsockname()[1]
+        command = [sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[theirs]) as peer:
+            assert peer.stdout is not None and peer.stdout.readline() == b"here\n"
+            assert cut_connections([peer.pid], keep=port) == 0
+            assert cut_connections([peer.pid], keep=port + 1) == 1
+
+
 def test_a_process_that_is_gone_is_no_trouble() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait(60)

@@ -17,11 +17,12 @@ _Connected = tuple[int, str, Ends]
 """Descriptor and inode of a socket of this process, and its two addresses."""
 
 
-def cut_connections(pids: Iterable[int], ends: Iterable[str] = ()) -> int:
+def cut_connections(pids: Iterable[int], ends: Iterable[str] = (), keep: int = 0) -> int:
     """Shut down each TCP connection of this process whose other end is in one of the processes `pids` of this host.
 
     Args:
         ends: the other ends of connections to other hosts that are cut as well (`outside`).
+        keep: the port of the store where the ranks meet again, which one of them may have: others are there already.
 
     Returns:
         How many.
@@ -31,6 +32,8 @@ def cut_connections(pids: Iterable[int], ends: Iterable[str] = ()) -> int:
     theirs = {inode for pid in pids if pid != os.getpid() for _, inode in _sockets(pid)}
     with _other_end(own) as inode_of:
         for number, _, (here, there) in own:
+            if keep in (here[1], there[1]):
+                continue
             if inode_of((there, here)) in theirs or _word(there) in remote:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)

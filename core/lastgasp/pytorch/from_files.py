@@ -191,7 +191,7 @@ class EnteredFromFiles:
 
     def _drop(self, again: Again, error: BaseException, reset: Callable[[], object], wrapped: Iterable[Any]) -> None:
         drain()
-        cut_connections(again.pids, again.ends)
+        cut_connections(again.pids, again.ends, again.port)
         _forget(error)
         if self._values is not None:
             self._values.put_back()

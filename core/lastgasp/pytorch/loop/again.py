@@ -210,7 +210,7 @@ def _enter_again(entry: Entry) -> None:
     assert held is not None
     try:
         drain()
-        cut_connections(held.again.pids, held.again.ends)
+        cut_connections(held.again.pids, held.again.ends, held.again.port)
         in_parts = held.again.arenas is not None
         if in_parts:
             _renew(entry, held)
