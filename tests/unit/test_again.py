@@ -104,7 +104,7 @@ def test_a_training_outside_of_the_main_thread_is_not_entered_again(caplog: pyte
 
 def test_who_cannot_join_again_saves_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher has died: no other rank can join, either."""
-    monkeypatch.setattr(again, "cut_connections", lambda pids, ends: 0)
+    monkeypatch.setattr(again, "cut_connections", lambda *given: 0)
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "LASTGASP_INCARNATION"):
         monkeypatch.setenv(name, "")
     saved = list[BaseException]()
