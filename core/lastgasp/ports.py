@@ -211,20 +211,30 @@ class InPlace(Protocol):
 
 @runtime_checkable
 class GoesOnWithFewer(Protocol):
-    """What an InPlace can also have: its training can continue with fewer ranks (MindIO: elastic-training).
+    """What an InPlace can also have: its training can continue with fewer ranks, and with all of them again (MindIO:
+    elastic-training).
 
-    Called after `stop` and `clean` in place of all others, on the ranks that are left.
+    `resize` is called after `stop` and `clean` in place of all others, on the ranks that are there; where missing ones
+    are to be there again, after `takes_in`.
     """
 
     no_fewer: str
     """Why it cannot, in this training; empty if it can."""
 
-    def fewer(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
-        """Keep `step`, which all of `members` hold and begin with; the training function is then entered again.
+    def takes_in(self, ranks: tuple[int, ...]) -> None:
+        """These ranks, by the numbers of the complete job, have new processes: agree with them where all meet.
+
+        Raises:
+            NotSaveable: as `resize`.
+        """
+
+    def resize(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
+        """Keep `step`, which all of `members` begin with; the training function is then entered again.
 
         Args:
             incarnation: the number of the recovery, greater than that of any before.
-            members: ranks, by the numbers so far, in the order of the new ones.
+            members: ranks, by the numbers so far, in the order of the new ones; -1 for a new process, which takes the
+                step from one that is there.
 
         Raises:
             NotSaveable: it cannot; nothing has changed, and a dump can follow.
@@ -248,8 +258,9 @@ class Repaired:
         source, takers: this rank gives its state of that step to those ranks, or is one of them and takes it from that
             rank; -1 and empty for all others.
         lost: ranks that were lost and have new processes.
-        members: the ranks that go on, in the order of their new numbers, where others are missing from now on; empty
-            where all keep theirs.
+        members: the ranks that go on, in the order of their new numbers, where others are missing from now on, or with
+            -1 for each that was missing and has a new process; then `source`, `takers` and `lost` go by the new
+            numbers. Empty where all keep theirs.
     """
 
     number: int
@@ -284,7 +295,7 @@ class Repairs(Protocol):
         """
 
     def renumber(self, rank: int, world_size: int, replicas: tuple[tuple[int, ...], ...]) -> None:
-        """The job goes on with fewer ranks (`Repaired.members`), among which this one has that number.
+        """The job goes on with other ranks (`Repaired.members`), among which this one has that number.
 
         Called on the training thread, before `training_started` of the next entry.
         """

@@ -208,9 +208,9 @@ class Session:
             self._backend.regroup(groups)
         return False
 
-    def agree(self, fewer: m.Fewer, seconds: float) -> str:
-        """For a job that another backend leads: why the controller will not let these ranks go on alone; or empty."""
-        return self._processor.agree(fewer, seconds)
+    def agree(self, resize: m.Resize, seconds: float) -> str:
+        """For a job that another backend leads: why the controller will not let these ranks go on so; or empty."""
+        return self._processor.agree(resize, seconds)
 
     def joins_again(self, place: Place) -> None:
         """Another backend leads, and the job goes on in another size: join the controller as the rank of `place`.

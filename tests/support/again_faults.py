@@ -14,6 +14,8 @@ from typing import Any
 
 VARIABLE = "TEST_SECOND_FAULT"
 """POINT,WHO,VICTIM: `WHO` is a rank or `launcher`, `VICTIM` is `self`, `launcher` or a rank."""
+AFTER = "TEST_SECOND_AFTER"
+"""A file: it is not the second fault before that is there."""
 DEVICE = "TEST_DEVICE_FAULT"
 """What a device says in step 9 of rank 1 (`device_fault`)."""
 LAUNCHER, FOLDER = "TEST_LAUNCHER", "TEST_FOLDER"
@@ -22,7 +24,9 @@ IN_RANK = {
     "clean": "lastgasp.pytorch.loop.led:Orders.clean",
     "rebuild": "lastgasp.pytorch.loop.joining:Meeting.rebuild",
     "rollback": "lastgasp.pytorch.loop.led:Orders.rollback",
-    "fewer": "lastgasp.pytorch.loop.led:Led.fewer",
+    "joins": "lastgasp.backends.ascend.mindio.early:Early.joins",
+    "taken in": "lastgasp.pytorch.loop.led:Led.takes_in",
+    "resize": "lastgasp.pytorch.loop.led:Led.resize",
     "joining again": "lastgasp.session:Session.joins_again",
     "kept": "lastgasp.pytorch.loop.led:Led.keep",
     "step left": "lastgasp.adapter.run:AdapterRun.failed",
@@ -75,7 +79,7 @@ def at(point: str) -> None:
     if (point, os.environ.get("RANK", "launcher")) != (wanted, who):
         return
     directory = Path(os.environ[FOLDER])
-    if not Path(os.environ["LASTGASP_FAULT_LOG"]).exists():
+    if not all(Path(os.environ[name]).exists() for name in ("LASTGASP_FAULT_LOG", AFTER) if name in os.environ):
         return
     try:
         os.close(os.open(directory / "second", os.O_CREAT | os.O_EXCL))

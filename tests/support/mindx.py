@@ -26,12 +26,14 @@ from support.ports import free_port
 HOST = "127.0.0.1"
 LEAVE = 60.0
 """Seconds that ranks get to end by themselves once the controller is done with the job."""
+LATER = 2.0
+"""The same for those that wait to be taken in, once all that have trained have ended."""
 CHOICES = ("retry", "recover", "upgrade", "downgrade", "dump", "exit")
 PARAMETERS = {"downgrade": '{"scale-in-strategy": "DP"}', "upgrade": '{"scale-out-strategy": "DP"}'}
 PAUSE = "TESTS_PAUSE"
 """A folder: once `pause` is there the job is paused, for as many seconds as that says; `continue` ends it."""
 SCALE_OUT = "TESTS_SCALE_OUT"
-"""Set: ranks that are missing get new processes."""
+"""A file: once it is there, ranks that are missing get new processes."""
 ISOLATED = 201
 RESTARTS = 3
 
@@ -108,7 +110,10 @@ class ClusterD:
             self.over.set()
 
     def report_result(self, code: int, text: str, ranks: Mapping[int, int], strategy: str) -> None:
-        """405: another strategy; 406: a dump; 201: these are missing; otherwise the job is repaired, or over."""
+        """405: another strategy; 406: a dump; 201: these are missing; otherwise the job is repaired, or over.
+
+        With an upgrade nobody is missing any more.
+        """
         self._stopping = False
         if code == ISOLATED:
             self._without(sorted(ranks))
@@ -119,6 +124,8 @@ class ClusterD:
             self._api.tft_notify_controller_change_strategy("dump", "")
         elif code != 0 or strategy == "dump":
             self.over.set()
+        elif strategy == "upgrade":
+            self._without([])
 
 
 class Agent:
@@ -168,20 +175,31 @@ class Agent:
         with self._lock:
             self._of[rank] = subprocess.Popen(self._command, env=env)
 
-    def start_anew(self, ranks: list[int]) -> None:
+    def start_anew(self, ranks: list[int], kind: str = "worker") -> None:
         """As TaskD's order 209."""
         for rank in ranks:
             process = self._of[rank]
             process.kill()
             process.wait()
             print(f"agent: rank {rank} is started anew", flush=True)
-            self._start(rank, "worker")
+            self._start(rank, kind)
 
     def without(self, ranks: list[int]) -> None:
-        """These ranks are missing from now on; their pods are replaced, where that is asked for."""
-        self._missing |= set(ranks)
-        if os.environ.get(SCALE_OUT):
-            self.start_anew(ranks)
+        """These ranks are missing, and no others; their pods are replaced, where that is asked for.
+
+        That a new pod's agent starts its ranks as at the job's start, with the address of the first agent's store, is
+        what the notes say of agents; nothing is said of when ClusterD replaces a pod.
+        """
+        self._missing = set(ranks)
+        if ranks and os.environ.get(SCALE_OUT):
+            threading.Thread(target=self._replace, args=(ranks, Path(os.environ[SCALE_OUT])), daemon=True).start()
+
+    def _replace(self, ranks: list[int], wanted: Path) -> None:
+        attempt = self._attempt
+        while not wanted.exists():
+            time.sleep(0.01)
+        if self._attempt == attempt:
+            self.start_anew(ranks, "pod")
 
     def _wait(self, clusterd: ClusterD) -> list[int]:
         """Until all have ended; in the end whoever has not is killed, as by TaskD."""
@@ -189,6 +207,8 @@ class Agent:
         while True:
             with self._lock:
                 codes = [process.poll() for process in self._of.values()]
+            if self._missing and all(code is not None for rank, code in enumerate(codes) if rank not in self._missing):
+                deadline = min(deadline, time.monotonic() + LATER)
             if all(code is not None for code in codes):
                 ended = [0 if rank in self._missing else int(code or 0) for rank, code in enumerate(codes)]
                 waiting = any(ended) and not clusterd.over.is_set()

@@ -77,8 +77,8 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Consulted(step=4, aux={0: b"a"}, parts={1: b"part"}),
     m.Ended(ending="saved", step=4, path="/ckpts/step=4.ckpt", reason=""),
     m.Noted(text="random augmentation in workers is not repeated"),
-    m.Fewer(incarnation=1, step=4, members=(0, 2)),
-    m.FewerNoted(incarnation=1, why="ranks [2] are not there"),
+    m.Resize(incarnation=1, step=4, members=(0, 2)),
+    m.ResizeNoted(incarnation=1, why="ranks [2] are not there"),
     m.Operator(protocol=1, version="1.2.3", nonce=NONCE, mac=MAC),
     m.AskRanks(),
     m.Ranks(

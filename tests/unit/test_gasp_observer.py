@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send, WentOn
+from lastgasp.gasp.fewer_ranks import by_leader
 from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.observer import IN_MINDX, PATIENCE, Observer
 from lastgasp.gasp.progress import Progress
@@ -56,12 +58,12 @@ def test_what_savers_pass_on_reaches_the_publisher_and_all_are_released() -> Non
     assert not [action for action in actions if isinstance(action, Kill)]
 
 
-FEWER = m.Fewer(incarnation=1, step=4, members=(0, 2))
+FEWER = m.Resize(incarnation=1, step=4, members=(0, 2))
 
 
-def why_not(observer: Observer, rank: int, message: m.Fewer = FEWER) -> str:
+def why_not(observer: Observer, rank: int, message: m.Resize = FEWER) -> str:
     """What the controller answers who says that these go on alone."""
-    [answer] = sent(observer.said(rank, message, 2.0), m.FewerNoted).values()
+    [answer] = sent(observer.said(rank, message, 2.0), m.ResizeNoted).values()
     return answer.why
 
 
@@ -73,9 +75,34 @@ def test_those_that_are_left_may_go_on_alone_where_all_say_the_same() -> None:
     assert again is not None and (again.members, again.lost, again.rung, again.from_files) == (
         (0, 2), (1,), "shrink", False,
     )  # fmt: skip
-    assert "not as (0, 2) from step 5" in why_not(observer, 2, m.Fewer(incarnation=1, step=5, members=(0, 2)))
+    assert "not as (0, 2) from step 5" in why_not(observer, 2, m.Resize(incarnation=1, step=5, members=(0, 2)))
     observer.goes_on()
     assert (observer.outcome.ending, observer.outcome.step, observer.outcome.lost) == ("in_place", 4, 0)
+
+
+GROWN = m.Resize(incarnation=2, step=4, members=(0, -1, 1, 2))
+
+
+def test_new_processes_are_taken_in_without_a_fault() -> None:
+    observer = job(leader=IN_MINDX)
+    first = observer.said(0, GROWN, 2.0)
+    assert first[:2] == [RecordPhase(phase="detected"), RecordPhase(phase="agreed")]
+    assert [why_not(observer, rank, GROWN) for rank in (1, 2)] == ["", ""]
+    again = observer.again
+    assert again is not None and (again.rung, again.lost, again.numbers) == ("grow", (), {0: 0, 1: 2, 2: 3})
+    assert "not as (0, -1, 1, 2) from step 5" in why_not(observer, 1, msgspec.structs.replace(GROWN, step=5))
+    observer.goes_on()
+    assert (observer.outcome.ending, observer.outcome.step, observer.outcome.lost) == ("in_place", 4, 0)
+    assert by_leader(IN_MINDX, again, 3).startswith(f"{IN_MINDX} takes in 1 of 4 ranks")
+
+
+@pytest.mark.parametrize("members", [(0, -1, 1), (0, -1, 2, 1), (0, -1, 1, 2)])
+def test_nobody_is_taken_in_without_all_others_or_with_a_fault(members: tuple[int, ...]) -> None:
+    observer = job(leader=IN_MINDX)
+    if members == GROWN.members:
+        observer.said(0, m.Report(fault=Fault(kind="exception", rank=0, cause="x", step=4, seen_ns=1)), 1.0)
+    assert "not taken in" in why_not(observer, 0, msgspec.structs.replace(GROWN, members=members))
+    assert observer.again is None
 
 
 def test_ranks_that_have_joined_again_can_save_before_they_train() -> None:
@@ -103,7 +130,7 @@ def test_a_dump_calls_it_off() -> None:
 def test_who_cannot_go_on_alone_is_told_so(rank: int, members: tuple[int, ...], why: str) -> None:
     observer = job()
     observer.gone(1, "killed", "killed", 7, 1.0)
-    assert re.search(why, why_not(observer, rank, m.Fewer(incarnation=1, step=4, members=members)))
+    assert re.search(why, why_not(observer, rank, m.Resize(incarnation=1, step=4, members=members)))
     assert observer.again is None
 
 

@@ -9,10 +9,13 @@ import msgspec
 import pytest
 
 from lastgasp.errors import ControlError, NotSaveable
-from lastgasp.gasp.going_on import Fewer
+from lastgasp.gasp.going_on import Resize
+from lastgasp.gasp.rank_status import gone_on
+from lastgasp.ports import Repaired
 from lastgasp.pytorch.loop import joining, led
 from lastgasp.pytorch.loop.led import Led, Peer, meet
 from lastgasp.pytorch.loop.memory import FromMemory
+from lastgasp.pytorch.loop.renumber import numbered
 
 
 class Here:
@@ -129,8 +132,8 @@ def agreeing(here: Here, why: str = "") -> list[Any]:
 def test_who_goes_on_without_others_keeps_the_step_and_agrees_with_the_controller() -> None:
     here = Here()
     said, one = agreeing(here), made(here)
-    one.fewer(2, 8, (0, 1, 3))
-    assert said == [Fewer(incarnation=2, step=8, members=(0, 1, 3))]
+    one.resize(2, 8, (0, 1, 3))
+    assert said == [Resize(incarnation=2, step=8, members=(0, 1, 3))]
     assert one._memory is not None and one._memory.step == 8 and len(here.bound) == 1
     assert one.clean(False) == 1  # no second repair before a new step
 
@@ -149,7 +152,7 @@ def test_who_cannot_go_on_without_others_refuses(trouble: str, why: str) -> None
     one.no_fewer = led.NOT_FEWER if trouble == "loader" else ""
     here.why, here.life.alike = "no room" if trouble == "room" else "", trouble != "differ"
     with pytest.raises(NotSaveable, match=why):
-        one.fewer(2, 9 if trouble == "step" else 8, (0, 1, 3))
+        one.resize(2, 9 if trouble == "step" else 8, (0, 1, 3))
 
 
 def test_all_ranks_know_why_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +184,9 @@ class Place:
     def __init__(self) -> None:
         self.said: list[tuple[int, ...] | str] = []
 
-    def rebuild(self, lost: tuple[int, ...]) -> None:
+    def rebuild(self, lost: tuple[int, ...], grows: bool = False) -> None:
         self.said.append(lost)
+        self.said += ["grows"] if grows else []
 
     def look(self) -> None:
         self.said.append("look")
@@ -198,3 +202,29 @@ def test_who_goes_on_agrees_where_all_meet_and_only_before_a_new_step(monkeypatc
         one.rebuild([0])
     with pytest.raises(NotSaveable, match="no step was completed"):
         one.rollback(8)
+
+
+def test_who_takes_in_others_agrees_where_all_meet_before_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, place = Here(), Place()
+    said, one = agreeing(here), made(here)
+    one.no_fewer = ""
+    with pytest.raises(NotSaveable, match="before its process group"):
+        one.takes_in((1,))
+    monkeypatch.setattr(joining, "meeting", lambda: place)
+    one.takes_in((1,))
+    one.resize(2, 8, (0, -1, 1))
+    assert place.said == [(1,), "grows", "look"]
+    assert said == [Resize(incarnation=2, step=8, members=(0, -1, 1))]
+    with pytest.raises(NotSaveable, match="no step was completed"):
+        one.takes_in((1,))
+
+
+def test_the_numbers_of_who_takes_in_others_are_the_leaders() -> None:
+    """Rank 2 of the complete job, which was number 1 meanwhile, gives to rank 1."""
+    again = gone_on(Repaired(2, 8, 2, (1,), (1,), (0, -1, 1))).again
+    assert again is not None
+    one, environment = numbered(again, 1), numbered(again, 1).environment
+    assert (one.rank, one.source, one.takers, one.rung) == (2, 2, (1,), "grow")
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("2", "3")
+    fewer = gone_on(Repaired(1, 8, members=(0, 2))).again
+    assert fewer is not None and (numbered(fewer, 2).rank, numbered(fewer, 2).rung) == (1, "shrink")

@@ -8,11 +8,13 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from lastgasp.backends.ascend.mindio import early, limits
+from lastgasp.backends.ascend.mindio.parking import Parking
 from lastgasp.backends.ascend.mindio.strategies import decide_strategies
 from lastgasp.backends.ascend.mindio.validation import taskd_address
 from lastgasp.deferred_source import TOO_LATE
-from lastgasp.gasp.again import INCARNATION
-from lastgasp.gasp.rank_status import gone_on
+from lastgasp.errors import NotSaveable
+from lastgasp.gasp.again import INCARNATION, LED
+from lastgasp.gasp.rank_status import RankStatus, gone_on
 from lastgasp.ports import Repaired
 from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.joining import Job, Meeting
@@ -83,8 +85,12 @@ def test_other_pods_look_for_the_controller_at_the_first_one(monkeypatch: pytest
     assert taskd_address(False, first=False)[0] == "10.0.0.1:8000"
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_survivors_and_a_new_process_agree_where_they_meet(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lost", "grows", "joins"), [(0, False, "2"), (1, False, "2"), (1, True, "5")])
+def test_survivors_and_a_new_process_agree_where_they_meet(
+    lost: int, grows: bool, joins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller counts fewer incarnations: it does not see a repair in which nobody joins it anew."""
+    monkeypatch.setenv(LED, "2")
     agents = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(agents.port))
@@ -93,7 +99,7 @@ def test_survivors_and_a_new_process_agree_where_they_meet(lost: int, monkeypatc
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv(INCARNATION, incarnation)
         found = Meeting()
-        found.rebuild((lost,))
+        found.rebuild((lost,), grows)
         return found
 
     first = of(0, "" if lost == 0 else "4")
@@ -110,7 +116,25 @@ def test_survivors_and_a_new_process_agree_where_they_meet(lost: int, monkeypatc
     assert (agreed.incarnation, agreed.lost, agreed.step, agreed.host, agreed.rung) == (
         5, (lost,), 8, "localhost", "replace",
     )  # fmt: skip
+    assert [first.joins, other.joins] == [joins, joins]
     assert TCPStore("localhost", agreed.port, None, is_master=False, wait_for_workers=False).port == agreed.port
+
+
+def test_a_new_process_that_runs_something_else_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(agents.port), "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    place, codes = Meeting(), iter(({"__main__": "1"}, {"__main__": "1"}, {"__main__": "2"}))
+    monkeypatch.setattr(joining, "code_of_this_process", lambda: next(codes, {"__main__": "1"}))
+    place.tell_code()
+    assert place.runs_other_code() == ""
+    assert "other code than the ranks that are there (the script)" in place.runs_other_code()
+    joined = early._Joining(1, Parking({}, 1, RankStatus(), False, 1.0), place)
+    with pytest.raises(NotSaveable, match="said to have one"):
+        joined.zit_upgrade_rebuild([0], None, '{"scale-out-strategy": "DP"}')
+    agents.delete_key("lastgasp/code")
+    with pytest.raises(NotSaveable, match="not known what the other ranks run"):
+        joined.rebuild_group([1], None, None)
 
 
 def test_a_job_of_other_kinds_does_not_join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lastgasp.backends.ascend.mindio import api, exits, limits, shutdown, valida
 from lastgasp.backends.ascend.mindio.controller import Endpoint, Once, _answer, ask_for_dump, serve, tell_used
 from lastgasp.backends.ascend.mindio.handlers import answering
 from lastgasp.backends.ascend.mindio.replicas import group_of, replica_info
-from lastgasp.backends.ascend.mindio.scaling import scaled_in
+from lastgasp.backends.ascend.mindio.scaling import scaled_in, scaled_out
 from lastgasp.backends.ascend.mindio.strategies import CANNOT, decide_strategies
 from lastgasp.backends.ascend.mindio.window import Window
 from lastgasp.errors import ConfigError, DeadlineExceeded, NotSaveable
@@ -185,6 +185,28 @@ def test_an_order_that_cannot_be_carried_out_is_refused(
 ) -> None:
     with pytest.raises(NotSaveable, match=why):
         scaled_in(world, dp, parameter, place(2, 4, data_parallel(4)))
+
+
+UP = '{"scale-out-strategy": "DP"}'
+
+
+def test_who_is_there_again_is_checked() -> None:
+    assert scaled_out([1, 3], UP, (0, 2), 4) == (0, -1, 1, -1)
+
+
+@pytest.mark.parametrize(
+    ("returning", "parameter", "there", "why"),
+    [
+        ([1], UP, (0, 2), r"\(0, 2\) of 4 have gone on"), ([1, 2, 3], UP, (0, 2), "have gone on"),
+        ([1], UP, (), "have gone on"), ([1, 3], DP, (0, 2), "None is not known"),
+        ([1, 3], "{", (0, 2), "cannot be read"),
+    ],
+)  # fmt: skip
+def test_an_order_to_scale_out_that_cannot_be_carried_out_is_refused(
+    returning: list[int], parameter: str, there: tuple[int, ...], why: str
+) -> None:
+    with pytest.raises(NotSaveable, match=why):
+        scaled_out(returning, parameter, there, 4)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from lastgasp.config import GaspConfig, check_writable
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of, is_success, may_pass
-from lastgasp.gasp.again import Again
+from lastgasp.gasp.again import LED, Again
 from lastgasp.gasp.messages import Release, encodable
 from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
@@ -140,7 +141,7 @@ class AdapterRun:
             check_writable(config.directory)
         backend = backend or choose_backend()
         if backend.backend != "embedded":  # what another leader repairs is no incarnation of our controller's
-            place = replace(place, incarnation=0)
+            place = replace(place, incarnation=int(os.environ.get(LED) or 0))
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
         self.begun, self.alike, self.alike_before, self.stays = False, True, False, False
@@ -162,6 +163,7 @@ class AdapterRun:
         """As `Session.joins_again`."""
         self.session.joins_again(place)
         self.source.rank = place.rank
+        os.environ[LED] = str(place.incarnation)
 
     def bind(self, training: Training) -> None:
         """The model and its optimizers exist: from here on a fault can be answered."""

@@ -13,6 +13,9 @@ INCARNATION = "LASTGASP_INCARNATION"
 """Set by lastgasp alone: the number of the newest recovery in place."""
 ORDER = "LASTGASP_AGAIN"
 """Set by lastgasp alone, for a process that takes the place of a dead rank: the encoded `Again`."""
+LED = "LASTGASP_LED"
+"""Set by lastgasp alone where another backend leads, which counts recoveries otherwise: the incarnation of our
+controller's that this process is of."""
 LAUNCHER = "LASTGASP_PARENT"
 """The same: the process id of the launcher that has started it."""
 

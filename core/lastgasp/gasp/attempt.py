@@ -352,8 +352,7 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         told = (note for note in (machine.shrunk, machine.grown) if note and note not in incident.notes)
         incident.notes.extend(told)
     elif isinstance(machine, Observer) and machine.again is not None and out.ending == "in_place":
-        incident.rung, told_by = machine.again.rung, machine.leader
-        note = by_leader(told_by, machine.again.lost, len(machine.again.members), machine.world_size)
+        incident.rung, note = machine.again.rung, by_leader(machine.leader, machine.again, machine.world_size)
         incident.notes += [note] if note not in incident.notes else []
     if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from .again import Again
+from .again import NEW, Again
 
 SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
@@ -12,9 +12,12 @@ FEWER = "the job trains with fewer ranks, where no fault is answered in place"
 UNSAVED = "; the step could not be saved before ({why})"
 
 
-def by_leader(leader: str, lost: tuple[int, ...], left: int, world_size: int) -> str:
+def by_leader(leader: str, again: Again, world_size: int) -> str:
     """What is noted where another leader has decided it."""
-    return f"{leader} goes on without {named(lost)}: training goes on with {left} of {world_size} ranks"
+    size, new = len(again.members), again.members.count(NEW)
+    if new:
+        return f"{leader} takes in {new} of {size} ranks, which were missing: training goes on with all of them"
+    return f"{leader} goes on without {named(again.lost)}: training goes on with {size} of {world_size} ranks"
 
 
 def by_handlers_cannot(members: tuple[int, ...], takers: tuple[int, ...], elastic: Collection[int], host: str) -> str:

@@ -1,4 +1,4 @@
-"""How a job that another backend leads goes on with fewer ranks: what they tell the controller before."""
+"""A job that another backend leads goes on with fewer ranks, or with all again: what the controller is told before."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from .again import Again
 from .wire import Message
 
 
-class Fewer(Message, frozen=True, kw_only=True):
-    """Rank of a job led by another backend: `members` go on from `step` without the other ranks.
+class Resize(Message, frozen=True, kw_only=True):
+    """Rank of a job led by another backend: `members` (`Again.members`) go on from `step`, as `incarnation`.
 
-    They join again as `incarnation`, in the order of their new numbers. All of them say the same.
+    All that are there now and go on say the same, and join again then.
     """
 
     incarnation: int
@@ -24,7 +24,7 @@ class Fewer(Message, frozen=True, kw_only=True):
         )
 
 
-class FewerNoted(Message, frozen=True, kw_only=True):
+class ResizeNoted(Message, frozen=True, kw_only=True):
     """Controller: it lets that incarnation in; or `why` it does not."""
 
     incarnation: int

@@ -18,8 +18,8 @@ def key_of(message: m.Message) -> Key | None:
         return "consulted", message.step
     if isinstance(message, m.Farewell):
         return "farewell", 0
-    if isinstance(message, m.FewerNoted):
-        return "fewer", message.incarnation
+    if isinstance(message, m.ResizeNoted):
+        return "resize", message.incarnation
     return ("left", 0) if isinstance(message, m.Left) else None
 
 

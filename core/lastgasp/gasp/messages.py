@@ -33,8 +33,8 @@ from .buddy_messages import Sender as Sender
 from .buddy_messages import Sends as Sends
 from .buddy_messages import Took as Took
 from .cards import WorkerCard
-from .going_on import Fewer as Fewer
-from .going_on import FewerNoted as FewerNoted
+from .going_on import Resize as Resize
+from .going_on import ResizeNoted as ResizeNoted
 from .keeping import Agreed as Agreed
 from .keeping import AskKept as AskKept
 from .keeping import AskLeft as AskLeft
@@ -350,11 +350,11 @@ class Noted(Message, frozen=True, kw_only=True):
 
 FromRank = (
     Hello | Begin | Status | Report | Prepared | Saved | SaveFailed | Committed | GatherPart | Goodbye | Register
-    | Switched | Led | Consult | Ended | Entered | Noted | Regroup | AskLeft | DropLeft | Fewer
+    | Switched | Led | Consult | Ended | Entered | Noted | Regroup | AskLeft | DropLeft | Resize
 )  # fmt: skip
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
-    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took | FewerNoted
+    | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took | ResizeNoted
     | RefusedToStart
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch

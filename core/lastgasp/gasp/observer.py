@@ -15,7 +15,7 @@ from lastgasp.events import Fault, Unused
 
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Send, WentOn
-from .again import Again
+from .again import NEW, Again
 from .auxiliary import auxiliary_states
 from .known_faults import KnownFaults
 from .machine import Handler, Machine
@@ -37,7 +37,7 @@ class Observer(Machine):
     leading: bool = False
     """Whether this machine has taken the lead."""
     again: Again | None = None
-    """What the leader has agreed with the ranks that go on without others: they may join as this incarnation."""
+    """What the leader has agreed with those that go on, fewer or with new ones: they may join as this incarnation."""
     _kept: dict[int, m.Saved] = field(default_factory=dict)
     _asked: bool = False
     _begun_again: set[int] = field(default_factory=set)
@@ -118,10 +118,10 @@ class Observer(Machine):
 
     def _handling(self) -> dict[type, Handler]:
         all_of_them = super()._handling() | {m.Consult: self._on_consult, m.Ended: self._on_ended}
-        all_of_them |= {m.Fewer: self._on_fewer}
+        all_of_them |= {m.Resize: self._on_resize}
         if self.leading:
             return all_of_them
-        keep = (m.Regroup, m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended, m.Fewer)
+        keep = (m.Regroup, m.Begin, m.Status, m.Report, m.Goodbye, m.Consult, m.Ended, m.Resize)
         mine = {kind: handler for kind, handler in all_of_them.items() if kind in keep}
         return mine | {m.SaveFailed: self._on_leaders_save_failed}
 
@@ -173,24 +173,30 @@ class Observer(Machine):
         self._asked = self._asked or saves
         return [*phases, answer, *remarks]
 
-    def _on_fewer(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
+    def _on_resize(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         """All that go on say so before any of them joins again; who is not among them does not."""
-        assert isinstance(message, m.Fewer)
-        order = message.order(self.world_size)
-        why = self._cannot_be_fewer(order, member.rank)
+        assert isinstance(message, m.Resize)
+        order, phases = message.order(self.world_size), list[Action]()
+        why = self._cannot_go_on_as(order, member.rank)
         if not why:
+            if NEW in order.members and self.again is None:  # no fault has opened the record
+                phases = [RecordPhase(phase="detected"), RecordPhase(phase="agreed")]
             self.again = order
-        return [Send(rank=member.rank, message=m.FewerNoted(incarnation=message.incarnation, why=why))]
+        return [*phases, Send(rank=member.rank, message=m.ResizeNoted(incarnation=message.incarnation, why=why))]
 
-    def _cannot_be_fewer(self, order: Again, rank: int) -> str:
+    def _cannot_go_on_as(self, order: Again, rank: int) -> str:
         if self.leading or self.state == "over":
             return f"{self.leader} does not lead any more"
         if self.again is not None and self.again.incarnation == order.incarnation and self.again != order:
             other = f"{self.again.members} from step {self.again.step}"
             return f"others go on as ranks {other}, not as {order.members} from step {order.step}"
-        if not self.faults or order.members != tuple(sorted(set(order.members))) or rank not in order.members:
+        stay = tuple(one for one in order.members if one != NEW)
+        if NEW in order.members:
+            if self.faults or stay != tuple(range(self.world_size)):
+                return f"ranks are not taken in with a fault under way, or without the others: {order.members}"
+        elif not self.faults or stay != tuple(sorted(set(stay))) or rank not in stay:
             return f"it is not known why ranks {order.members} should go on alone"
-        missing = set(order.members) - self._here
+        missing = set(stay) - self._here
         return f"ranks {sorted(missing)} are not there" if missing else ""
 
     def _on_leaders_save_failed(self, member: Member, message: m.FromRank, now: float) -> list[Action]:

@@ -156,10 +156,10 @@ class Processor:
         answer = self._mail.take(("consulted", step), seconds)
         return answer if isinstance(answer, m.Consulted) else None
 
-    def agree(self, fewer: m.Fewer, seconds: float) -> str:
+    def agree(self, resize: m.Resize, seconds: float) -> str:
         """Tell the controller who goes on. Returns why it does not let them join again as that; empty if it does."""
-        answer = self._mail.take(("fewer", fewer.incarnation), seconds) if self._try_send(fewer) else None
-        return answer.why if isinstance(answer, m.FewerNoted) else "the controller does not answer"
+        answer = self._mail.take(("resize", resize.incarnation), seconds) if self._try_send(resize) else None
+        return answer.why if isinstance(answer, m.ResizeNoted) else "the controller does not answer"
 
     def joins_again(self, link: Link) -> None:
         """From now on the controller is reached by `link`, which knows this rank by its new number."""

@@ -1,4 +1,5 @@
-"""A process that MindIO has take the place of a dead rank (`recover`), before it has a process group or a session.
+"""A process that MindIO has take the place of a lost rank (`recover`, or scale out), before it has a process group or a
+session.
 
 TaskD's agent starts it like any other: only MindIO can say that it is a new one. What it needs to know of the others
 (where their controller is, and where all meet for a new process group) goes through the store of torch's agent, which
@@ -17,7 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from lastgasp.backends import choose_backend
 from lastgasp.deferred_source import TOO_LATE
 from lastgasp.errors import LastgaspError
-from lastgasp.gasp.again import INCARNATION, Again
+from lastgasp.gasp.again import INCARNATION, LED, Again
+from lastgasp.gasp.joining import Code, code_of_this_process, different
 from lastgasp.gasp.rank_status import gone_on
 from lastgasp.pytorch.loop.memory import Held
 from lastgasp.session import Contact
@@ -27,7 +29,7 @@ log = logging.getLogger("lastgasp")
 
 LIMIT = 15.0
 """Seconds for the store to answer."""
-CONTACT, NUMBER, PORT = "contact", "number", "port"
+CONTACT, CODE, NUMBER, JOINS, PORT = "contact", "code", "number", "joins", "port"
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -44,6 +46,9 @@ class Meeting:
     A recovery is numbered by those who go on. Each order of MindIO's goes to all ranks, and the next one only after all
     have answered: what `rebuild` writes is there for `look`, and is that of this recovery.
 
+    Attributes:
+        joins: the controller's incarnation that new processes join, as text.
+
     Raises (constructor):
         RuntimeError: the store does not answer.
     """
@@ -57,6 +62,7 @@ class Meeting:
         self._own: TCPStore | None = None
         self._lost = tuple[int, ...]()
         self._found = 0, 0
+        self.joins = "0"
 
     def tell(self, contact: Contact, place: Place) -> None:
         """How this attempt's controller is reached."""
@@ -67,11 +73,29 @@ class Meeting:
         """What `tell` has told."""
         return msgspec.json.decode(self._store.get(CONTACT), type=Job)
 
-    def rebuild(self, lost: tuple[int, ...]) -> None:
-        """`rebuild_group` came: those who go on say which recovery this is, rank 0 where all will meet."""
+    def tell_code(self) -> None:
+        """What the ranks of this attempt run; rank 0 says it before it trains. Without it nobody is taken in."""
+        try:
+            self._store.set(CODE, msgspec.json.encode(code_of_this_process()).decode())
+        except RuntimeError as error:
+            log.warning("no new process can be taken in: the store of torch's agent does not answer (%s)", error)
+
+    def runs_other_code(self) -> str:
+        """In what this process, which has taken a rank's place, differs from rank 0; empty if in nothing."""
+        told = self._store.get(CODE) if self._store.check([CODE]) else "{}"
+        return different(msgspec.json.decode(told, type=Code), code_of_this_process())
+
+    def rebuild(self, lost: tuple[int, ...], grows: bool = False) -> None:
+        """`rebuild_group` came: those who go on say which recovery this is, rank 0 where all will meet.
+
+        Args:
+            grows: these ranks were missing, and the others join the controller anew with them.
+        """
         self._lost = lost
         if self._rank not in lost:
-            self._store.set(NUMBER, str(int(os.environ.get(INCARNATION) or 0) + 1))
+            number = int(os.environ.get(INCARNATION) or 0) + 1
+            self._store.set(NUMBER, str(number))
+            self._store.set(JOINS, str(number) if grows else os.environ.get(LED) or "0")
         if self._rank == 0:
             self._own = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False, multi_tenant=True)
             self._store.set(PORT, str(self._own.port))
@@ -79,6 +103,7 @@ class Meeting:
     def look(self) -> None:
         """`repair` or `rollback` came, so that all have rebuilt."""
         self._found = int(self._store.get(NUMBER)), int(self._store.get(PORT))
+        self.joins = self._store.get(JOINS).decode()
 
     def of(self, again: Again) -> Again:
         """`again`, with what was agreed here."""
@@ -131,6 +156,8 @@ def join(fewer: bool = False) -> Held | None:
         return None
     _meeting[:] = [place]
     if not joined.anew:
+        if joined.rank == 0:
+            place.tell_code()
         return None
     again = gone_on(joined.joins(place)).again
     assert again is not None
@@ -139,5 +166,5 @@ def join(fewer: bool = False) -> Held | None:
         {"LASTGASP_CONTROLLER": job.address, "LASTGASP_JOB": job.name, "LASTGASP_ATTEMPT": str(job.attempt)}
     )
     held = Held(place.of(again))
-    os.environ.update(held.again.environment)
+    os.environ.update(held.again.environment | {LED: place.joins})
     return held

@@ -20,15 +20,15 @@ from lastgasp import _clock
 from lastgasp.adapter.run import AdapterRun
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
-from lastgasp.gasp.again import Again
-from lastgasp.gasp.going_on import Fewer
+from lastgasp.gasp.again import NEW, Again
+from lastgasp.gasp.going_on import Resize
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory
 from lastgasp.pytorch.loop.record import KEY
-from lastgasp.pytorch.loop.renumber import place_after, renumbered
+from lastgasp.pytorch.loop.renumber import numbered, place_after, renumbered
 from lastgasp.session import Session
 from lastgasp.topology import Place, host_identity
 
@@ -243,20 +243,34 @@ class Led(Orders):
         durable, values = run.life.session.status.durable, here.values() if self.gives else b""
         return Memory(step, cloned(run.dump(step, aux)), durable, here.present(), values)
 
-    def fewer(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
-        """As in `ports.GoesOnWithFewer`: nothing but memory changes before the training thread goes on (`keep`)."""
-        life = self.life
+    def takes_in(self, ranks: tuple[int, ...]) -> None:
+        """As in `ports.GoesOnWithFewer`."""
+        place, why = joining.meeting(), self._cannot_resize()
+        if place is None or why:
+            raise NotSaveable(why or f"no new process can take a missing rank's place: {joining.why_not()}")
+        place.rebuild(ranks, grows=True)
+        self._lost = ranks
+
+    def _cannot_resize(self) -> str:
         if why := self.no_fewer or self._cannot():
+            return why
+        differ = "the ranks were found to hold different states: none can do a missing one's part, or give it its own"
+        return "" if self.life.alike else differ
+
+    def resize(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
+        """As in `ports.GoesOnWithFewer`: nothing but memory changes before the training thread goes on (`keep`)."""
+        if why := self._cannot_resize():
             raise NotSaveable(why)
-        if not life.alike:
-            raise NotSaveable("the ranks were found to hold different states: none can do a missing one's part")
+        place = joining.meeting() if NEW in members else None
+        if place is not None:
+            place.look()
         self.roll_back(step)
-        said = Fewer(incarnation=incarnation, step=step, members=members)
-        if why := life.session.agree(said, CONSULT):
-            raise NotSaveable(f"the controller does not let these ranks go on alone: {why}")
+        said = Resize(incarnation=incarnation, step=step, members=members)
+        if why := self.life.session.agree(said, CONSULT):
+            raise NotSaveable(f"the controller does not let these ranks go on so: {why}")
         self._over = True
 
-    def _join_as_fewer(self, again: Again) -> None:
+    def _join_resized(self, again: Again) -> None:
         """On the training thread: join the controller by the new number, with the same step.
 
         Raises:
@@ -269,6 +283,8 @@ class Led(Orders):
         checkpoint = {**memory.checkpoint, KEY: dict(memory.checkpoint[KEY])}  # a dump may be writing it
         self._memory = replace(memory, checkpoint=renumbered(checkpoint, again))
         run.life.bind(HeldTraining(FromMemory(memory.step, self._here.source_of(self._memory, place))))
+        if NEW in again.members:  # they join later; of the others the controller knows that they hold the same step
+            return
         steps = [int(part) for part in run.life.session.gather("led-step", str(memory.step).encode())]
         if set(steps) != {memory.step}:
             raise NotSaveable(f"the ranks that go on hold different steps: {steps}")
@@ -277,8 +293,8 @@ class Led(Orders):
         """Let go of this call of the function, and agree where the next one's ranks meet."""
         run, here = self._run, self._here
         if again.members:
-            self._join_as_fewer(again)
-        found = self.agreed(again).for_rank(run.place.rank)
+            self._join_resized(again)
+        found = numbered(self.agreed(again), run.place.rank)
         run.life.alike_before = run.life.alike
         held = Held(found, self._memory, run.fit, life=run.life, wrapped=here.let_go(), state=here.state())
         held.users_handler = run.users_handler

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lastgasp.gasp.again import Again
+import msgspec
+
+from lastgasp.gasp.again import NEW, Again
 from lastgasp.pytorch.loop.record import KEY
 from lastgasp.topology import Place, data_parallel
 
@@ -17,6 +19,16 @@ def place_after(place: Place, again: Again) -> Place:
     size = len(again.members)
     rank, groups = again.members.index(place.rank), data_parallel(size)
     return replace(place, rank=rank, world_size=size, replicas=groups, incarnation=again.incarnation)
+
+
+def numbered(again: Again, rank: int) -> Again:
+    """The order by the numbers from now on, for a rank that goes on, by its number before.
+
+    With new processes MindIO has told it so already: to it a rank has its number in the complete job for ever.
+    """
+    if NEW in again.members:
+        return msgspec.structs.replace(again, rank=again.numbers[rank])
+    return again.for_rank(rank)
 
 
 def renumbered(checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:

@@ -266,9 +266,15 @@ class _Processor:
 
     def do_upgrade(self, message: dict[str, Any]) -> str:
         """On all, the new processes included."""
+        if not self.parked.wait(rules.PATIENCE):
+            rules.violation("the upgrade came, and the training thread is not in tft_wait_repair_action")
+            return "failed"
         return self.zit_call("zit_upgrade_rebuild", message["among"], self.args, message["param"])
 
     def do_upgrade_rollback(self, message: dict[str, Any]) -> str:
+        if self.state != "PAUSE":
+            trace("rollback_refused", state=self.state)
+            return "failed"
         self.repair_step = message["step"]
         return self.zit_call("zit_upgrade_rollback", message["step"], self.args, message["param"])
 

@@ -1,4 +1,4 @@
-"""MindIO before there is a process group: where it may have a single process started anew (`recover`).
+"""MindIO before there is a process group: where it may have a single process started anew (`recover`, or scale out).
 
 The new process has to be in MindIO before it can make a process group with the others, who are only let go when it is.
 Whether a process is a new one MindIO alone knows, and only once the process has joined it. So all ranks join as early.
@@ -27,6 +27,7 @@ from .controller import Endpoint
 from .handlers import answering
 from .parking import Parking
 from .processor_start import JOIN, start_processor
+from .scaling import OUT, check_parameter
 from .strategies import nodes_of, wanted_strategies
 from .validation import address_of, check_size, check_thread, taskd_address, wait_for_listener
 
@@ -44,6 +45,9 @@ class AloneError(RuntimeError):
 
 class Meets(Protocol):
     """Where ranks meet that have no session yet; called on MindIO's thread."""
+
+    def runs_other_code(self) -> str:
+        """In what this process differs from those that it is to train with; empty if in nothing."""
 
     def rebuild(self, lost: tuple[int, ...]) -> None:
         """All ranks get there; only then the next order comes."""
@@ -77,7 +81,7 @@ class Early:
         """
         status = RankStatus()
         parking = Parking(self.api, self.rank, status, self.retry, JOINS)
-        handlers = _Joining(parking, meeting)
+        handlers = _Joining(self.rank, parking, meeting)
         for name in package.HANDLERS:
             handler = getattr(handlers, name, None) or _not_yet(name)
             getattr(self.api, f"tft_register_{name}_handler")(answering(handler))
@@ -97,12 +101,16 @@ class Early:
 class _Joining:
     """What MindIO orders a process that has no session yet."""
 
-    def __init__(self, parking: Parking, meeting: Meets) -> None:
-        self._parking, self._meeting = parking, meeting
+    def __init__(self, rank: int, parking: Parking, meeting: Meets) -> None:
+        self._rank, self._parking, self._meeting = rank, parking, meeting
 
     def rebuild_group(self, fault_ranks: Any, args: Any, ctx: Any) -> None:
         """All ranks get this order, and only then the next one."""
         lost = tuple(int(rank) for rank in fault_ranks)
+        if self._rank not in lost:
+            raise NotSaveable(f"rank {self._rank} has a new process, and ranks {lost} are said to have one")
+        if why := self._meeting.runs_other_code():
+            raise NotSaveable(f"rank {self._rank} cannot be taken into the running job: {why}")
         self._meeting.rebuild(lost)
         self._parking.rebuilt(lost)
 
@@ -120,6 +128,21 @@ class _Joining:
             raise NotSaveable("no rank gives its state to this process")
         self._meeting.look()
         self._parking.rolled_back(step)
+
+    def zit_upgrade_rebuild(self, rank_list: Any, args: Any, zit_param: str) -> None:
+        """As `rebuild_group`, where the others have gone on without these ranks meanwhile."""
+        check_parameter(OUT, zit_param)
+        self.rebuild_group(rank_list, args, None)
+
+    def zit_upgrade_repair(
+        self, step: int, need_rebuild: bool, error_ranks: Any, repair_info: Mapping[str, Any], args: Any, zit_param: str
+    ) -> None:
+        """As `repair`."""
+        self.repair(step, need_rebuild, error_ranks, repair_info, args, None)
+
+    def zit_upgrade_rollback(self, step: int, args: Any, zit_param: str) -> None:
+        """As `rollback`."""
+        self.rollback(step, args, None)
 
 
 def _not_yet(name: str) -> Callable[..., None]:

@@ -19,6 +19,7 @@ from lastgasp import _clock
 from lastgasp.config import GaspConfig
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import NEW
 from lastgasp.gasp.fewer_ranks import FEWER
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus
@@ -28,7 +29,7 @@ from lastgasp.topology import Place
 from . import api as package
 from . import limits
 from .parking import Parking
-from .scaling import scaled_in
+from .scaling import scaled_in, scaled_out
 from .strategies import Strategies
 
 log = logging.getLogger("lastgasp")
@@ -39,10 +40,6 @@ ASK = 0.1
 """Seconds between two looks for what other ranks have written."""
 MARGIN = 5.0
 """Seconds by which this rank gives up before MindIO does, which cannot order anything until it has answered."""
-NOT_BACK = (
-    "ranks that were missing are not taken in while training goes on, but by a restart: the step is saved, and the job "
-    "begins with it, with all ranks"
-)
 R = TypeVar("R")
 
 
@@ -84,13 +81,18 @@ class Handlers:
     parking: Parking
     _saved: dict[int, SaveResult] = field(default_factory=dict)
     _published: set[int] = field(default_factory=set)
-    _fewer: bool = False
+    _there: tuple[int, ...] = ()
+    """By their numbers in the complete job, which to MindIO they keep; empty where none is missing."""
+    _members: tuple[int, ...] = ()
+    """Who is to be there when the order to scale out has been carried out."""
+
+    def __post_init__(self) -> None:
+        self._complete = self.place.world_size
 
     def register(self, api: Any) -> None:
         """Each handler, once; the last one registered counts, so nobody else may register after this."""
         for name in package.HANDLERS:
-            handler = getattr(self, name, None) or _refused(name, self.strategies)
-            getattr(api, f"tft_register_{name}_handler")(answering(handler))
+            getattr(api, f"tft_register_{name}_handler")(answering(getattr(self, name)))
 
     # -- dump -------------------------------------------------------------------------------------
 
@@ -183,11 +185,13 @@ class Handlers:
     # -- in place ---------------------------------------------------------------------------------
 
     def renumber(self, place: Place) -> None:
-        """Ranks are missing from now on, and this one is at `place` among those that are left."""
-        self.place, self._fewer = place, True
+        """This rank is at `place` among those that are there from now on."""
+        self.place, self._members = place, ()
+        if place.world_size == self._complete:
+            self._there = ()
 
     def _in_place(self) -> InPlace:
-        if self._fewer:  # and MindIO counts the ranks otherwise
+        if self._there:  # and MindIO counts the ranks otherwise
             raise NotSaveable(FEWER)
         found = in_place_of(self.source)
         if found is None or not self.strategies.any_in_place:
@@ -271,15 +275,47 @@ class Handlers:
 
         MindIO names no step: it has had every rank reach the same one, and the ranks compare theirs.
         """
-        in_place = self._in_place()
-        if not self.strategies.elastic or not isinstance(in_place, GoesOnWithFewer):
-            raise NotSaveable(self.strategies.refused.get("elastic-training", "elastic-training was not asked for"))
+        self._in_place()
+        in_place = self._resizes()
         members = scaled_in(world_ranks, dp_ranks, zit_param, self.place)
-        step = self.status.step
+        self._resize(in_place, self.status.step, members)
+        self._there = members
+
+    def _resizes(self) -> GoesOnWithFewer:
+        found = in_place_of(self.source)
+        if not self.strategies.elastic or not isinstance(found, GoesOnWithFewer):
+            raise NotSaveable(self.strategies.refused.get("elastic-training", "elastic-training was not asked for"))
+        return found
+
+    def _resize(self, in_place: GoesOnWithFewer, step: int, members: tuple[int, ...]) -> None:
         self._outside(step)
-        in_place.fewer(self.parking.number + 1, step, members)
+        in_place.resize(self.parking.number + 1, step, members)
         self.status.begun = step
-        self.parking.fewer(step, members)
+        self.parking.resized(step, members)
+
+    def zit_upgrade_rebuild(self, rank_list: Any, args: Any, zit_param: str) -> None:
+        """Ranks that were missing have new processes, which get this order as well (`early`)."""
+        in_place = self._resizes()
+        self._members = scaled_out(rank_list, zit_param, self._there, self._complete)
+        lost = tuple(rank for rank, before in enumerate(self._members) if before == NEW)
+        in_place.takes_in(lost)
+        self.parking.rebuilt(lost)
+
+    def zit_upgrade_repair(
+        self, step: int, need_rebuild: bool, error_ranks: Any, repair_info: Mapping[str, Any], args: Any, zit_param: str
+    ) -> None:
+        """On those that give their state to a new process, and on that one. All has to be asked for in its order."""
+        if int(repair_info.get("repair_type", 0)) in package.LOADS:
+            raise NotSaveable("no rank holds the state: the job must start again, from its newest good checkpoint")
+        self.parking.repair(repair_info)
+        if self.parking.takes:
+            raise NotSaveable(f"rank {self.place.rank} has gone on, and holds the state itself")
+
+    def zit_upgrade_rollback(self, step: int, args: Any, zit_param: str) -> None:
+        """On all ranks: with that step they go on, in the numbers of the complete job."""
+        if not self._members:
+            raise NotSaveable("no order has said which ranks are there again")
+        self._resize(self._resizes(), step, self._members)
 
     def stream_sync(self) -> None:
         """After a pause took effect."""
@@ -308,13 +344,3 @@ def _device(name: str) -> None:
     except (ImportError, AttributeError) as error:
         log.warning("the device does not know %s: %s", name, error)
 
-
-def _refused(name: str, strategies: Strategies) -> Callable[..., None]:
-    """MindIO takes a handler that is missing for one that succeeded, so a strategy that cannot be is refused aloud."""
-
-    def refuse(*given: Any) -> None:
-        why = strategies.refused.get("elastic-training") or (NOT_BACK if strategies.elastic else "it was not asked for")
-        raise NotSaveable(f"{name}: {why}")
-
-    refuse.__name__ = name
-    return refuse

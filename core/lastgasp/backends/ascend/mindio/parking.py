@@ -62,11 +62,11 @@ class Parking:
         self._stop.set()
 
     def rebuilt(self, lost: tuple[int, ...]) -> None:
-        """`rebuild_group`: these ranks have new processes."""
+        """`rebuild_group` or `zit_upgrade_rebuild`: these ranks have new processes."""
         self._lost = lost
 
     def repair(self, pairs: Mapping[str, Any]) -> None:
-        """`repair`: who gives its state to whom.
+        """`repair` or `zit_upgrade_repair`: who gives its state to whom.
 
         Raises:
             NotSaveable: nothing that could be carried out.
@@ -94,10 +94,10 @@ class Parking:
         self._repaired = Repaired(self.number, step, self._source, self._takers, self._lost)
         self._stop.clear()
 
-    def fewer(self, step: int, members: tuple[int, ...]) -> None:
-        """`zit_downgrade_rebuild` has been carried out: these ranks go on without the others."""
+    def resized(self, step: int, members: tuple[int, ...]) -> None:
+        """`zit_downgrade_rebuild` or `zit_upgrade_rollback` has been carried out: these ranks go on."""
         self.number += 1
-        self._repaired = Repaired(self.number, step, members=members)
+        self._repaired = Repaired(self.number, step, self._source, self._takers, self._lost, members)
         self._stop.clear()
 
     # -- the training thread ----------------------------------------------------------------------

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable
 
 from lastgasp.errors import NotSaveable
+from lastgasp.gasp.again import NEW
 from lastgasp.topology import Place
 
-PARAMETER, BY_REPLICAS = "scale-in-strategy", "DP"
+IN, OUT = "scale-in-strategy", "scale-out-strategy"
+BY_REPLICAS = "DP"
 """ClusterD's, and the only one that it has."""
 
 
@@ -22,9 +24,7 @@ def scaled_in(world: Iterable[int], dp: Iterable[int], parameter: str, place: Pl
     Raises:
         NotSaveable: this rank cannot do what is ordered; a dump may follow.
     """
-    strategy = _strategy(parameter)
-    if strategy != BY_REPLICAS:
-        raise NotSaveable(f"{PARAMETER}={strategy!r} is not known; {BY_REPLICAS!r} is")
+    check_parameter(IN, parameter)
     members, own = tuple(sorted({int(rank) for rank in world})), {int(rank) for rank in dp}
     if not members or members[0] != 0 or members[-1] >= place.world_size or len(members) == place.world_size:
         raise NotSaveable(f"of ranks 0 to {place.world_size - 1} those of {members} are to go on alone")
@@ -35,9 +35,30 @@ def scaled_in(world: Iterable[int], dp: Iterable[int], parameter: str, place: Pl
     return members
 
 
-def _strategy(parameter: str) -> object:
+def scaled_out(returning: Iterable[int], parameter: str, there: tuple[int, ...], complete: int) -> tuple[int, ...]:
+    """As `Again.members`: who is there from now on.
+
+    Args:
+        returning, parameter: MindIO's arguments `rank_list` and `zit_param`.
+        there: the ranks that have gone on, by their numbers in the complete job; empty where none is missing.
+        complete: how many ranks that has.
+
+    Raises:
+        NotSaveable: this rank cannot do what is ordered; a dump may follow.
+    """
+    check_parameter(OUT, parameter)
+    ranks = {int(rank) for rank in returning}
+    if not there or ranks != set(range(complete)).difference(there):
+        raise NotSaveable(f"ranks {sorted(ranks)} are said to be back, and {there} of {complete} have gone on alone")
+    return tuple(NEW if rank in ranks else there.index(rank) for rank in range(complete))
+
+
+def check_parameter(name: str, parameter: str) -> None:
+    """Raise NotSaveable unless `zit_param` names the one strategy that is known."""
     try:
         found = json.loads(parameter)
     except ValueError as error:
         raise NotSaveable(f"the parameter {parameter!r} of MindX's strategy cannot be read: {error}") from error
-    return found.get(PARAMETER) if isinstance(found, dict) else found
+    strategy = found.get(name) if isinstance(found, dict) else found
+    if strategy != BY_REPLICAS:
+        raise NotSaveable(f"{name}={strategy!r} is not known; {BY_REPLICAS!r} is")
