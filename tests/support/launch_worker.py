@@ -7,6 +7,8 @@ die N       rank 1 kills itself after step N, in every attempt; resumes from wha
 once N      rank 1 kills itself after step N of the first attempt; the second one ends normally two steps later
 gated N     as once, but the first attempt waits after its first step for the file DIRECTORY/go
 stuck N     N steps, then blocks in C until it is released
+behind N    as train, then rank 1 ends with code 1, in every attempt
+slain N     as train, then rank 1 kills itself, in every attempt
 export N    as train, then saves its result once the file DIRECTORY/go is there
 refuse N    refuses to start, as what finds a wrong setting does; N is of no account
 """
@@ -66,8 +68,10 @@ def main() -> None:
 
 def finish(session: Session, mode: str, rank: int) -> None:
     """What comes after the last step."""
-    if mode in ("train", "export"):
+    if mode in ("train", "export", "behind", "slain"):
         session.close()
+        if rank == 1 and mode in ("behind", "slain"):
+            sys.exit(1) if mode == "behind" else os.kill(os.getpid(), signal.SIGKILL)
         if mode == "export":
             export(session.config.directory, rank)
         return

@@ -309,16 +309,17 @@ class GaspAgent(LocalElasticAgent):
 
     def _judge(self, used: bool, codes: frozenset[int]) -> None:
         assert self._attempt is not None
-        self._restarts.left, self._restarts.repeats = self._attempt.leaves(), self._attempt.repeats()
-        self._restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
-        self._restarts.elsewhere = exitcodes.REFUSED not in codes and self._attempt.refused_elsewhere()
-        refused = self._restarts.elsewhere or exitcodes.REFUSED in codes
-        self._restarts.ended(self._attempt.number, used, self._attempt.progressed(refused), refused, codes)
+        current, restarts = self._attempt, self._restarts
+        restarts.left, restarts.repeats, restarts.completed = current.leaves(), current.repeats(), current.completed()
+        restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
+        restarts.elsewhere = exitcodes.REFUSED not in codes and current.refused_elsewhere()
+        refused = restarts.elsewhere or exitcodes.REFUSED in codes
+        restarts.ended(current.number, used, current.progressed(refused), refused, codes)
         if self._restarts.should_give_up:
             self._remaining_restarts = 0
         maximum = self._worker_group.spec.max_restarts
         again = self._job_log.restarting(maximum - self._remaining_restarts + 1, maximum)
-        self._say_event(again if self._remaining_restarts > 0 else "stopping")
+        self._say_event(again if self._remaining_restarts > 0 else "stopping", self._restarts.behind)
 
     def _unread(self, codes: frozenset[int]) -> framework_verdict.Verdict | None:
         """The end of a job that has written where nothing arrives any more; each new attempt would do the same."""
@@ -329,9 +330,9 @@ class GaspAgent(LocalElasticAgent):
         ending = exitcodes.of_ending(self._attempt.last_word().ending)
         return framework_verdict.Verdict(code=ending or 1, why=why)
 
-    def _say_event(self, then: str) -> None:
+    def _say_event(self, then: str, behind: str = "") -> None:
         if self._attempt is not None:
-            self._job_log.recovery(self._attempt.number, self._attempt.event(), then)
+            self._job_log.recovery(self._attempt.number, self._attempt.event(), then, behind)
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """As torch's, which gives `death_sig` where this launcher was asked to stop."""
@@ -371,11 +372,10 @@ class GaspAgent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run to the end; a job that makes no progress, or loses its rendezvous, ends with a code that says so."""
         global last_ending
-        ending = "stopped"
+        ending, stopped = "stopped", False
         reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
         forwarder = Forwarder(self._stopping, self._to_be_told)
         lost: Exception | None = None
-        stopped = False
         try:
             result: RunResult = super().run(role)
             if result.state is WorkerState.SUCCEEDED:

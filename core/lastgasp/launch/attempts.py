@@ -90,6 +90,12 @@ class LaunchAttempt:
             return self.controller.progressed(self.number)
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
+    def completed(self) -> bool:
+        """All ranks of the attempt have completed their training, as far as this node knows."""
+        if self.controller is not None:
+            return self.controller.completed(self.number)
+        return bool(self.desk.entries) and all(entry.left for entry in self.desk.entries.values())
+
     def refused_elsewhere(self) -> bool:
         """A rank of another host has refused to start: its launcher ends, and the job cannot go on."""
         if self.controller is not None:

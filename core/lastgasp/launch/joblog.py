@@ -16,14 +16,16 @@ class JobLog:
         logs.set_up()
         self._told = -1
 
-    def recovery(self, attempt: int, text: str, then: str) -> None:
+    def recovery(self, attempt: int, text: str, then: str, behind: str = "") -> None:
         """Log a recovery once.
 
         Args:
             attempt: its attempt. text: one line; empty if there was no recovery, or another node logs it.
-            then: what happens now.
+            then: what happens now. behind: what is logged instead of an attempt that failed after its training.
         """
-        if text and attempt != self._told:
+        if behind:
+            log.warning("%s; %s", behind, then)
+        elif text and attempt != self._told:
             self._told = attempt
             log.warning("%s; %s", text, then)
 

@@ -180,6 +180,10 @@ class MsAttempts:
         self._progressed = self._progressed or self._controller.progressed(self.number)
         return self._progressed
 
+    def completed(self) -> bool:
+        """All ranks of the attempt have completed their training; the launcher with the controller judges that."""
+        return self._controller is not None and self._controller.completed(self.number)
+
     def repeats(self) -> Repeats:
         """How often in a row one exception has ended the training; the launcher with the controller judges that."""
         return Repeats() if self._controller is None else self._controller.repeats(self.number)

@@ -96,10 +96,12 @@ class Watch:
             self._clear()
             how = frozenset(code for code in codes if code)
             self._restarts.repeats = self._attempts.repeats()
+            self._restarts.completed = self._attempts.completed()
             self._restarts.ended(self._attempts.number, self._attempts.joined(), progressed, refused, how)
             self._restarted += 1
             again = self._job_log.restarting(self._restarted, DEFAULT_MAX_RESTARTS)
-            self._say_event("stopping" if self._restarts.should_give_up or self._told is not None else again)
+            stops = self._restarts.should_give_up or self._told is not None
+            self._say_event("stopping" if stops else again, self._restarts.behind)
             if self._restarts.should_give_up:
                 sys.stderr.write(f"lastgasp: {self._restarts.verdict}\n")
                 return self._restarts.exit_code
@@ -110,8 +112,8 @@ class Watch:
             if self._told is not None:
                 return 128 + self._told
 
-    def _say_event(self, then: str) -> None:
-        self._job_log.recovery(self._attempts.number, self._attempts.event(), then)
+    def _say_event(self, then: str, behind: str = "") -> None:
+        self._job_log.recovery(self._attempts.number, self._attempts.event(), then, behind)
 
     def _start(self) -> None:
         recover_orphans(MARKS_LIMIT)

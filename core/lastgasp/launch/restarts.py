@@ -1,5 +1,5 @@
-"""Decides when the launcher stops restarting: no new step in three restarts, two starts that fail alike, or one
-exception five times in a row. Pure."""
+"""Decides when the launcher stops restarting: no new step in three restarts, two starts that fail alike, one exception
+five times in a row, or a failure behind the training. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ DEFAULT_MAX_RESTARTS = 32767
 WITHOUT_PROGRESS_LIMIT = 3
 START_LIMIT = 2
 """Starts in a row that failed in the same way before any rank had joined."""
+BEHIND_LIMIT = 2
+"""Attempts in a row in which a rank was killed after all had completed their training."""
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Restarts:
         left: how the recovery ended after which the job asked for no restart (`recovery="save"`); else empty.
         elsewhere: it is a rank of another host that has refused to start, if one has.
         repeats: how often in a row one exception has ended the training.
+        completed: all ranks had completed their training before one of them failed.
     """
 
     always: bool
@@ -37,7 +40,9 @@ class Restarts:
     left: str = ""
     elsewhere: bool = False
     repeats: Repeats = field(default_factory=Repeats)
+    completed: bool = False
     starts: int = 0
+    _behind: int = 0
     _ever_used: bool = False
     _how: frozenset[int] = frozenset()
 
@@ -55,6 +60,7 @@ class Restarts:
         counts = bool(how) and not used and (self.always or self._ever_used)
         self.starts = (self.starts + 1 if how == self._how else 1) if counts else 0
         self._how = how
+        self._behind = self._behind + 1 if self.completed else 0
         self.refused = refused and not progressed and (self.always or self._ever_used)
         if progressed or attempt == 0:
             self.without_progress = 0
@@ -62,9 +68,20 @@ class Restarts:
             self.without_progress += 1
 
     @property
+    def behind(self) -> str:
+        """What is said where another attempt follows one that failed after its training; else empty."""
+        return self._behind_text if self._behind and not self.should_give_up else ""
+
+    @property
+    def _behind_text(self) -> str:
+        codes = ", ".join(map(str, sorted(self._how)))
+        return f"all ranks had completed their training, and what the script does after it failed (exit code {codes})"
+
+    @property
     def should_give_up(self) -> bool:
         """Another restart would most likely fail in the same place."""
         stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT or self.repeats.hopeless
+        stuck = stuck or self._behind >= BEHIND_LIMIT or (self._behind > 0 and min(self._how, default=1) > 0)
         return self.verdict_of_framework is not None or bool(self.left) or self.refused or stuck
 
     @property
@@ -74,7 +91,9 @@ class Restarts:
             return self.verdict_of_framework.code
         if (code := exitcodes.of_ending(self.left)) is not None:
             return code
-        return exitcodes.REFUSED if self.refused else exitcodes.NO_PROGRESS
+        if self.refused:
+            return exitcodes.REFUSED
+        return 1 if self._behind else exitcodes.NO_PROGRESS
 
     @property
     def verdict(self) -> str:
@@ -89,6 +108,11 @@ class Restarts:
             return (
                 f"stopped: {whose} refused to start, and would refuse again. {where} says why and what to do; the "
                 "checkpoints are kept, and the job resumes from them when it is started again."
+            )
+        if self._behind:
+            return (
+                f"stopped: {self._behind_text}. A restart would train again from the newest checkpoint, and most likely "
+                "end in the same way. Look at the output above; the checkpoints are kept."
             )
         if self.starts >= START_LIMIT:
             codes = ", ".join(map(str, sorted(self._how)))
