@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from lastgasp_megatron.merge import layout_of, weights_of_merged  # noqa: E402
 from lastgasp_megatron.settings import refuse  # noqa: E402
 from lastgasp_megatron.shards import held_of  # noqa: E402
 from lastgasp_megatron.source import MegatronSource  # noqa: E402
+from lastgasp_megatron.state import check_optimizer  # noqa: E402
 from lastgasp_megatron.steps import Boundary, Built, Steps  # noqa: E402
 from lastgasp_megatron.topology import Shard, grouped  # noqa: E402
 from lastgasp_megatron.writing import passed_on  # noqa: E402
@@ -168,7 +170,6 @@ def test_a_file_without_one_writer_is_refused() -> None:
     ("given", "said"),
     [
         ({"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size=1"),
-        ({"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "a stage may have no experts"),
         (
             {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "use_gloo_process_groups": False},
             "--disable-gloo-process-groups",
@@ -258,6 +259,43 @@ def test_two_ranks_write_a_file_each_of_what_both_pass_on(tmp_path: Path) -> Non
     other.join(30)
     first.publish(results[0], {rank: result.part for rank, result in results.items()})
     check_files(tmp_path)
+
+
+def test_a_stage_without_experts_has_one_optimizer_and_a_file_for_each_place(tmp_path: Path) -> None:
+    """Megatron writes that optimizer with the first place alone."""
+    images = []
+    for rank in (0, 1):
+        whole = image(rank)
+        mine = replace(whole.shard, has_experts=False)
+        assert (mine.writes, len(mine.cuts)) == (True, 1)
+        assert whole.content is not None
+        model = {name: one for name, one in whole.content["model"].items() if name.startswith("shared")}
+        images.append(replace(
+            whole, shard=mine, held=whole.held[:1], layouts=whole.layouts[:1], content=whole.content | {"model": model}
+        ))  # fmt: skip
+    assert passed_on(images[1], {images[1].shard.folder}) == ["tensor-0-pipeline-0-part-1"]
+    source = source_of(1, tmp_path)
+    arenas = {rank: payload(one) for rank, one in enumerate(images)}
+    result = source.save_shards(STEP, {}, "test", Wanted(own=False, arenas=arenas, common=0))
+    source.publish(result, {1: result.part})
+    first, second = (tmp_path / f"iter_{STEP:07d}/mp_rank_00_{rank:03d}" for rank in (0, 1))
+    _, weights, _ = optimizers(2)
+    assert torch.equal(torch.load(first / "distrib_optim.pt", weights_only=False)[0][KIND]["param"], weights)
+    assert not (second / "distrib_optim.pt").exists()
+    for home in (first, second):
+        model = torch.load(home / "model_optim_rng.pt", weights_only=False)["model"]
+        assert torch.equal(torch.cat([model[f"shared {i}"] for i in range(3)]), weights.to(torch.bfloat16))
+
+
+def test_a_chain_of_other_optimizers_is_not_taken_for_that_of_experts() -> None:
+    """As of muon, which is one for matrices and one for all else."""
+    groups: list[dict[str, Any]] = [{"is_expert_parallel": False}, {"is_expert_parallel": False}]
+    inner = [SimpleNamespace(param_groups=[group]) for group in groups]
+    chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=one, gbuf_ranges=[]) for one in inner])
+    with pytest.raises(ConfigError, match="Train without several optimizers"):
+        check_optimizer(chain, 2)
+    groups[1]["is_expert_parallel"] = True
+    check_optimizer(chain, 2)
 
 
 def test_what_cannot_be_the_experts_state_is_not_saved() -> None:

@@ -16,6 +16,9 @@ import pytest
 
 from lastgasp import sharing
 from lastgasp.adapter import ManifestWriter, NativeSave
+from lastgasp.checkpoint import candidates, verify
+from lastgasp.checkpoint.adopt import read_entries, write_manifest
+from lastgasp.checkpoint.manifest import Provenance
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather
@@ -24,7 +27,7 @@ from lastgasp.topology import Place, data_parallel
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import NotLoaded, around_load, verdict_of
 from lastgasp_megatron.reload import MegatronSelector
-from lastgasp_megatron.save import Manifests, Saver
+from lastgasp_megatron.save import REMOVES, Manifests, Saver
 from lastgasp_megatron.tracker import FORMAT, LAYOUT, NAME, Tracker, checkpoint_path, read_tracker
 from support.checkpoint_kit import as_ranks
 
@@ -292,6 +295,14 @@ def test_options_of_the_start_have_no_part_in_a_restart(tmp_path: Path, load: st
         assert started.left_out == tuple(options), "the user's own start"
 
 
+@pytest.mark.parametrize("given", [{"no_load_rng": True}, {}], ids=["said", "not-said"])
+def test_a_restart_does_not_look_for_random_states_that_are_not_saved(tmp_path: Path, given: dict[str, Any]) -> None:
+    """Megatron would exit over that."""
+    stored(tmp_path)
+    assert choose(tmp_path, attempt=1, no_save_rng=True, no_load_optim=True, **given).left_out == ("no_load_rng",)
+    assert choose(tmp_path, no_save_rng=True, **given).left_out == tuple(given), "the user's own start"
+
+
 def test_a_restart_that_begins_where_the_job_began_leaves_out_the_same(tmp_path: Path) -> None:
     stored(tmp_path / "old")
     given: dict[str, Any] = {"load": str(tmp_path / "old"), "save": str(tmp_path / "new"), "no_load_optim": True}
@@ -325,8 +336,14 @@ def test_a_release_checkpoint_is_megatrons_own_business(tmp_path: Path) -> None:
 # -- saves -----------------------------------------------------------------------------------------
 
 
-def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[RankStatus]]:
-    """A save by both ranks, of which rank 0 writes files and tracker as Megatron does."""
+def _save(
+    directory: Path, step: int, broken: bool = False, **given: Any
+) -> tuple[list[Saver], list[RankStatus]]:
+    """A save by both ranks, of which rank 0 writes files and tracker as Megatron does.
+
+    Args:
+        broken: it cannot be read back.
+    """
     statuses, savers = [RankStatus(), RankStatus()], dict[int, Saver]()
 
     def body(rank: int, gather: Gather) -> None:
@@ -338,6 +355,10 @@ def _save(directory: Path, step: int, **given: Any) -> tuple[list[Saver], list[R
             if rank == 0:
                 write_torch(directory, iteration)
                 assert Path(name).name != NAME
+                if "save_retain_interval" in given and Path(name).exists():
+                    shutil.rmtree(checkpoint_path(directory, int(Path(name).read_text())))
+                if broken:
+                    (checkpoint_path(directory, iteration) / "dangling.pt").symlink_to("nowhere")
                 Path(name).write_text(str(iteration))
             else:
                 assert Path(name).name == NAME
@@ -396,6 +417,27 @@ def test_manifests_of_removed_checkpoints_go_with_the_next_save(tmp_path: Path) 
     shutil.rmtree(tmp_path / "iter_0000010")
     _save(tmp_path, 20)
     assert [path.name for path in tmp_path.glob("*.manifest.json")] == ["iter_0000020.manifest.json"]
+
+
+@pytest.mark.parametrize(("broken", "left"), [(False, [10, 30, 40]), (True, [10, 20, 25, 30, 40])])
+def test_an_older_save_is_removed_only_when_the_new_one_can_be_trusted(
+    broken: bool, left: list[int], tmp_path: Path
+) -> None:
+    """As --save-retain-interval says, with what a gasp has put another name into the tracker before."""
+    for step in (10, 20):
+        _save(tmp_path, step)
+    gasp = write_torch(tmp_path, 25)
+    provenance = Provenance(format=FORMAT, step=25, kind="gasp", job="job", parent="iter_0000020")
+    write_manifest(gasp, LAYOUT, provenance, read_entries(gasp, LAYOUT))
+    track(tmp_path, 25)
+    _save(tmp_path, 30, broken, save_retain_interval=30)
+    assert read_tracker(tmp_path) == Tracker("iteration", 25 if broken else 30)
+    _save(tmp_path, 40, broken, save_retain_interval=30)
+    for thread in threading.enumerate():
+        if thread.name == REMOVES:
+            thread.join(30)
+    assert [c.step for c in candidates([tmp_path], LAYOUT)][::-1] == left
+    assert not broken or all(verify(checkpoint_path(tmp_path, step), LAYOUT).ok for step in (10, 20, 25))
 
 
 def test_a_save_that_raises_leaves_the_tracker_and_no_temporary(tmp_path: Path) -> None:

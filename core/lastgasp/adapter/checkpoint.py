@@ -26,7 +26,7 @@ from lastgasp.checkpoint.moving import put_back, set_aside
 from lastgasp.checkpoint.part import SavedPart, part_of
 from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
 from lastgasp.checkpoint.reader import VerifiedFile
-from lastgasp.checkpoint.retention import prune
+from lastgasp.checkpoint.retention import prune, remove
 from lastgasp.checkpoint.samefit import differences, name_of_fit
 from lastgasp.checkpoint.torch_zip import zip_problem
 from lastgasp.checkpoint.trial import Trial, is_about_content, trained_again
@@ -66,6 +66,7 @@ __all__ = [
     "read_entries",
     "read_files",
     "read_manifest",
+    "remove",
     "remove_orphans",
     "set_aside",
     "set_aside_unfit",

@@ -101,14 +101,20 @@ def apply(
         good = next((c.path for c in found if not c.problem and verify(c.path, layout).ok), None)
         superfluous = to_remove(found, keep, counted.kind, [good]) if good else []
     for candidate in superfluous:
-        _remove(candidate.path, layout)
+        remove(candidate.path, layout)
     for folder in {candidate.path.parent for candidate in superfluous}:
         remove_orphans(folder)
     return [candidate.path for candidate in superfluous]
 
 
-def _remove(path: Path, layout: Layout) -> None:
-    """Remove the data first: a crash leaves a manifest without (all of) its data, which the next call removes."""
+def remove(path: Path, layout: Layout) -> None:
+    """Remove a checkpoint with its manifest.
+
+    The data goes first: a crash leaves a manifest without (all of) its data, which `apply` removes.
+
+    Raises:
+        OSError: the disk refused.
+    """
     with locked(path.parent):
         temp = unique_temp(path)
         move_parts(path, layout, temp)

@@ -181,11 +181,18 @@ class MegatronSelector(SelectionPolicy):
         """Options that say how the training begins have no part in how this job goes on after a fault."""
         own = candidate.manifest is not None and candidate.manifest.job == self.place.job
         given = [name for name in _OF_THE_START if getattr(self._args, name, False)]
+        if self.place.restarted and own and getattr(self._args, "no_save_rng", False):
+            given = [name for name in given if name != "no_load_rng"]
+            self._put_off.setdefault("no_load_rng", bool(getattr(self._args, "no_load_rng", False)))
+            self._args.no_load_rng = True  # Megatron would exit over what is not there
+            if self.place.rank == 0:
+                self.note(f"--no-save-rng: random numbers behind iteration {candidate.step} are not those of a job "
+                          "without the fault")  # fmt: skip
         if not given:
             return
         named = ", ".join("--" + name.replace("_", "-") for name in given)
         if self.place.restarted and own:
-            self._put_off = dict.fromkeys(given, True)
+            self._put_off |= dict.fromkeys(given, True)
             vars(self._args).update(dict.fromkeys(given, False))
             if self.place.rank == 0:
                 log.info("%s: for the start only; after a fault all of %s is loaded", named, candidate.path.name)

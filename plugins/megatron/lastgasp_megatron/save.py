@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lastgasp.adapter import LastgaspError, NativeManifests, NativeSave, argument
+from lastgasp.adapter.checkpoint import Manifest, read_manifest, remove
 from lastgasp.adapter.files import make_directory, unique_temp
-from lastgasp_megatron.tracker import LAYOUT, NAME, checkpoint_path, write_tracker
+from lastgasp_megatron.tracker import LAYOUT, NAME, Tracker, checkpoint_path, read_tracker, write_tracker
 
 log = logging.getLogger("lastgasp")
+
+REMOVES = "lastgasp-removes"
+"""The thread that removes what --save-retain-interval does not keep."""
 
 
 class Manifests(NativeManifests):
@@ -39,7 +44,8 @@ class Saver:
     """Wraps `save_checkpoint`. Called on all ranks together.
 
     While it runs, Megatron writes its tracker to a temporary file; the real one is written atomically after the
-    manifest (`Manifests.commit`). With --async-save that is when the last of the saves under way is finalized.
+    manifest (`Manifests.commit`). With --async-save that is when the last of the saves under way is finalized. Only
+    then the older one may be removed (--save-retain-interval); Megatron finds no tracker there, and removes nothing.
 
     Args:
         args: Megatron's namespace.
@@ -107,26 +113,58 @@ class Saver:
         return Path(self._args.save).absolute()
 
     def _redirected(self) -> Path | None:
-        """A copy of the tracker, which Megatron reads too (--save-retain-interval). Only rank 0 writes it."""
+        """Where Megatron writes its tracker. Only rank 0 does."""
         if self._manifests.place.rank != 0:
             return None
         make_directory(self._directory)
-        self._redirect = temp = unique_temp(self._directory / NAME)
-        with contextlib.suppress(FileNotFoundError):
-            temp.write_bytes((self._directory / NAME).read_bytes())
-        return temp
+        self._redirect = unique_temp(self._directory / NAME)
+        return self._redirect
 
     def _commit(self) -> None:
         waiting, self._waiting = self._waiting, []
         for iteration, temp in waiting:
-            self._manifests.commit(NativeSave(checkpoint_path(self._directory, iteration), LAYOUT, iteration))
+            before = read_tracker(self._directory)
+            new = checkpoint_path(self._directory, iteration)
+            if self._manifests.commit(NativeSave(new, LAYOUT, iteration)) and temp is not None:
+                self._let_go(before, iteration)
             _remove(temp)
+
+    def _let_go(self, before: Tracker, iteration: int) -> None:
+        """Remove what the tracker named before, as --save-retain-interval says; behind a gasp what that followed, too.
+
+        In a thread, as Megatron does it.
+        """
+        every = int(getattr(self._args, "save_retain_interval", None) or 0)
+        old = [step for step in _followed(self._directory, before) if step != iteration and every and step % every]
+        if old:
+            threading.Thread(target=_remove_iterations, args=(self._directory, old), name=REMOVES).start()
 
 
 def _queue_is_empty() -> bool:
     """Megatron's answer is the same on all ranks."""
     module = sys.modules.get("megatron.training.async_utils")
     return module is None or bool(module.is_empty_async_queue())
+
+
+def _followed(directory: Path, tracker: Tracker) -> Iterator[int]:
+    """The iteration that it names, and as long as that is a gasp the one before."""
+    step, newer = tracker.iteration, tracker.iteration + 1
+    while 0 < step < newer:
+        yield step
+        found = read_manifest(LAYOUT.manifest_path(checkpoint_path(directory, step)))
+        parent = found.parent if isinstance(found, Manifest) and found.kind == "gasp" else None
+        step, newer = (LAYOUT.step(directory / parent) or 0) if parent else 0, step
+
+
+def _remove_iterations(directory: Path, iterations: list[int]) -> None:
+    for path in (checkpoint_path(directory, one) for one in iterations):
+        if path.is_symlink() or not path.exists():
+            continue
+        try:
+            remove(path, LAYOUT)
+            log.info("%s was removed, as --save-retain-interval says", path)
+        except (OSError, LastgaspError) as error:
+            log.warning("%s could not be removed: %s", path, error)
 
 
 def _remove(temp: Path | None) -> None:

@@ -105,9 +105,6 @@ def _refuse_of_experts(args: Any) -> None:
         raise ConfigError("--expert-tensor-parallel-size", own, allowed, remedy)
     if experts == 1:
         return
-    if _size(args, "pipeline_model_parallel_size") > 1:
-        remedy = "Leave one of the two out: both at once were not run, and a stage may have no experts."
-        raise ConfigError("--expert-model-parallel-size", experts, "1 with --pipeline-model-parallel-size", remedy)
     gloo = getattr(args, "use_gloo_process_groups", getattr(args, "enable_gloo_process_groups", True))
     if getattr(args, "use_distributed_optimizer", False) and not gloo:
         remedy = "Leave it out: without Gloo groups Megatron cannot load what survivors save of two optimizers."

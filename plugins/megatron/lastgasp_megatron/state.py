@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lastgasp_megatron.devices import Device
 from lastgasp_megatron.keeping import Keeping, needs_arenas
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
-from lastgasp_megatron.steps import Boundary, Built, Steps, parts_of
+from lastgasp_megatron.steps import Boundary, Built, Steps, chain_of, parts_of
 from lastgasp_megatron.topology import advice, shard_of
 from lastgasp_megatron.tracker import FORMAT
 
@@ -60,8 +61,9 @@ class MegatronState:
         *,
         arena: ArenaMode = 0,
     ) -> None:
-        shard = shard_of(built.args)
-        _check(built.optimizer, len(shard.cuts))
+        # A stage of a pipeline may have no experts, and then has one optimizer.
+        shard = replace(shard_of(built.args), has_experts=len(chain_of(built.optimizer)) > 1)
+        check_optimizer(built.optimizer, len(shard.cuts))
         self._args, self._chunks, self._optimizer, _ = built
         self._place, self._session = place, session
         self._device = Device(_device(built.model))
@@ -136,14 +138,15 @@ class MegatronState:
         return digests_of({f"model chunk {i}": chunk for i, chunk in enumerate(self._chunks)}, optimizers)
 
     def settle(self, cause: str) -> str:
-        """A step is complete with the inner optimizer's update, whatever is missing behind it.
+        """A step is complete with the inner optimizer's update, whatever is missing behind it. Where another rank holds
+        a shard of the step before alone, it does not count, and is done again.
 
         Its last rank is the one that prints and writes to TensorBoard.
         """
         step, rank = self.steps.step, self._place.rank
         if self.steps.logged < step and rank == self._place.world_size - 1:
-            self._session.note(f"iteration {step} was cut short on rank {rank} after its update: it counts, and no log "
-                               "has a line of it")  # fmt: skip
+            self._session.note(f"iteration {step} was cut short on rank {rank} after its update: no log has a line of "
+                               "it, unless it is done again")  # fmt: skip
         return "raised inside the update, so the state is between two steps" if self.steps.inside else ""
 
     def before_exit(self) -> None:
@@ -161,8 +164,12 @@ def _bytes_held(optimizer: Any) -> int:
     return owned * 3 * _FP32
 
 
-def _check(optimizer: Any, cuts: int) -> None:
-    """Whether its parts are those of `Shard.cuts`, and of kinds that are known."""
+def check_optimizer(optimizer: Any, cuts: int) -> None:
+    """Whether its parts are those of `Shard.cuts`, and of kinds that are known.
+
+    Raises:
+        ConfigError: they are not.
+    """
     parts = parts_of(optimizer)
     names = ", ".join(type(one).__name__ for one in parts)
     if len(parts) > cuts:
@@ -171,7 +178,10 @@ def _check(optimizer: Any, cuts: int) -> None:
     if parts and len(parts) < cuts:
         allowed = "one for the experts, too, on each rank"
         raise ConfigError("optimizer", names, allowed, "Leave --expert-model-parallel-size out, or lastgasp.")
-    for one in parts:
+    for number, one in enumerate(parts):
+        if any(group.get("is_expert_parallel", number > 0) != (number > 0) for group in one.optimizer.param_groups):
+            allowed = "one for all but the experts, and behind it one for these"
+            raise ConfigError("optimizer", names, allowed, "Train without several optimizers.")
         if not hasattr(one, "gbuf_ranges") and type(one).__name__ not in _KNOWN:
             raise ConfigError("optimizer", type(one).__name__, f"DistributedOptimizer or one of {_KNOWN}", "Use Adam.")
 

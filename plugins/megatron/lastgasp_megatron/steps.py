@@ -261,8 +261,12 @@ def _left_out() -> int:
 
 def parts_of(optimizer: Any) -> list[Any]:
     """The optimizers in Megatron's chain that have parameters on this rank, or the one that is not a chain."""
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one for one in chain if one is not None and not is_stub(one)]
+    return [one for one in chain_of(optimizer) if not is_stub(one)]
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """The same with those without parameters."""
+    return [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if one is not None]
 
 
 def is_stub(optimizer: Any) -> bool:

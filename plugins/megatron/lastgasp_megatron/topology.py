@@ -55,6 +55,7 @@ class Shard:
         data_ranks: global ranks of the data parallel group, in order: whose random state is saved.
         expert, experts: which experts of how many groups of them: place in the expert parallel group, and its size.
         expert_part, expert_parts: which slice of the state of these experts' optimizer.
+        has_experts: whether this pipeline stage has any; known once the model is built.
     """
 
     tensor: int
@@ -66,6 +67,7 @@ class Shard:
     experts: int = 1
     expert_part: int = 0
     expert_parts: int = 1
+    has_experts: bool = True
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -82,14 +84,17 @@ class Shard:
         """Those of the optimizers, in Megatron's order: all that is no expert first, then the experts of this place."""
         place = f"tensor-{self.tensor}-pipeline-{self.pipeline}"
         dense = Cut(place, self.part, self.parts, tuple(range(self.experts)))
-        if self.experts == 1:
+        if self.experts == 1 or not self.has_experts:
             return (dense,)
         return dense, Cut(f"{place}-expert-{self.expert}", self.expert_part, self.expert_parts, (self.expert,))
 
     @property
     def writes(self) -> bool:
-        """Whether the file of this part of the model is this rank's, or a replica's: it has the first slice."""
-        return self.cuts[-1].part == 0
+        """Whether the file of this part of the model is this rank's, or a replica's: it has the first slice.
+
+        With expert parallelism that of the experts, on a stage without any, too: each place has a file of its own.
+        """
+        return (self.part if self.experts == 1 else self.expert_part) == 0
 
 
 def shard_of(args: Any) -> Shard:

@@ -36,9 +36,9 @@ def write_file(
     for cut, layout in zip(cuts, image.layouts, strict=True):
         found = [slices[name] if name in slices else taken(name) for name in cut.names]
         states.append(merged(layout, found, weights_only=cut.part != 0))
-    if cuts:
-        # As Megatron's chain of optimizers saves it: a rank has those whose first slice it holds.
-        stored = [state if cut.part == 0 else None for cut, state in zip(cuts, states, strict=True)]
+    # As Megatron's chain of optimizers saves it: a rank has those whose first slice it holds.
+    stored = [state if cut.part == 0 else None for cut, state in zip(cuts, states, strict=True)]
+    if any(state is not None for state in stored):
         content: Any = stored if len(stored) > 1 else stored[0]
         save_verified(content, staged, image.file.rpartition("/")[0] + "/distrib_optim.pt")
     content = with_random(with_values(image.content, states), image.rank, image.shard, aux)

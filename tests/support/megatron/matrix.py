@@ -35,10 +35,14 @@ OF_EXPERTS: dict[str, tuple[int, str]] = {
         4,  # gloo gathers equal sizes only, and the other dispatcher's differ
         f"--bf16 {EXPERT_PARALLEL} {DIST_OPT} {TENSOR} --sequence-parallel --moe-token-dispatcher-type allgather",
     ),
+    "ep2-pp2": (4, f"--bf16 {EXPERT_PARALLEL} {PIPELINE}"),
+    "ep2-pp2-one-instance": (4, f"--bf16 {EXPERT_PARALLEL} {PIPELINE} {DIST_OPT}"),
+    "ep2-pp2-bare-stage": (4, f"--bf16 {EXPERT_PARALLEL} {PIPELINE} {DIST_OPT} --moe-layer-freq [0,1]"),
 }
-"""The same with experts: fewer combinations, and each rank."""
+"""The same with experts: fewer combinations, and each rank. The bare stage has none."""
 EXPERTS_WITHOUT_REPLICAS = (
     "experts-dp2-one-instance", "ep2", "ep2-one-instance", "ep2-dp4-one-instance", "tp2-ep2-one-instance",
+    "ep2-pp2", "ep2-pp2-one-instance", "ep2-pp2-bare-stage",
 )  # fmt: skip
 WITHOUT_REPLICAS = ("tp2", "pp2", "tp2-pp2", "dp2-one-instance", "dp4-one-instance", "tp2-dp2-one-instance")
 """Each shard is on one rank only: that of a dead or a stopped one is in its arena."""
