@@ -15,7 +15,7 @@ from lastgasp.checkpoint import DirectoryLayout, verify
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.megatron import place
-from support.megatron.job import DIST_OPT, EXPERT_PARALLEL, EXPERTS, TENSOR, TWO_INSTANCES, GptJob
+from support.megatron.job import DIST_OPT, EXPERT_PARALLEL, EXPERTS, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
 
 LAYOUT = DirectoryLayout("iter_*")
 COMPARE = Path(__file__).parents[1] / "support" / "megatron" / "compare.py"
@@ -66,21 +66,30 @@ def file_differences(job: GptJob, one: Path, other: Path) -> list[str]:
         pytest.param(
             f"--bf16 {TWO_INSTANCES} --overlap-grad-reduce --overlap-param-gather", "forward", marks=pytest.mark.full
         ),
+        pytest.param(f"--bf16 {EXPERT_PARALLEL} {DIST_OPT} {PIPELINE}", "forward", marks=pytest.mark.full),
+        pytest.param(
+            f"--bf16 {EXPERT_PARALLEL} {DIST_OPT} {PIPELINE} --moe-layer-freq [0,1]", "forward", marks=pytest.mark.full
+        ),
     ],
-    ids=["plain", "two-instances", "ep2", "ep2-plain", "experts", "one-instance", "fp32", "overlapped"],
-)
+    ids=[
+        "plain", "two-instances", "ep2", "ep2-plain", "experts", "one-instance", "fp32", "overlapped", "ep2-pp2",
+        "ep2-pp2-bare-stage",
+    ],
+)  # fmt: skip
 def test_a_gasp_is_what_megatron_would_have_saved_and_loads_without_lastgasp(
     flags: str, phase: str, tmp_path: Path
 ) -> None:
-    once = (*FLAGS, "--max-restarts", "0")
-    broken = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED, launcher="run", launch_options=once)
+    once, ranks = (*FLAGS, "--max-restarts", "0"), 4 if PIPELINE in flags else 2
+    broken = GptJob(
+        folder=tmp_path / "job", flags=flags, ranks=ranks, last=LAST, every=SAVED, launcher="run", launch_options=once
+    )  # fmt: skip
     done = broken.run(fault("sigkill", 1, phase, tmp_path), timeout=LIMIT)
     assert done.returncode == exitcodes.SAVED, done.output[-4000:]
     assert len(read_log(tmp_path / "fired")) == 1
     step = incident_of(broken).step_saved or 0
     # A rank that is killed after its update may have been the only one to which all gradients came.
     assert step in ((FAULT, FAULT + 1) if phase == "after_update" else (FAULT,))
-    whole = GptJob(folder=tmp_path / "whole", flags=flags, last=LAST, every=step)
+    whole = GptJob(folder=tmp_path / "whole", flags=flags, ranks=ranks, last=LAST, every=step)
     assert (done := whole.run(timeout=LIMIT)).ok, done.output[-4000:]
     checkpoint = broken.checkpoints / f"iter_{step:07d}"
     assert verify(checkpoint, LAYOUT).ok
@@ -90,7 +99,7 @@ def test_a_gasp_is_what_megatron_would_have_saved_and_loads_without_lastgasp(
     for path in files:
         found = file_differences(broken, stock / path, checkpoint / path)
         assert [line for line in found if not _expected(line)] == []
-    rest = GptJob(folder=tmp_path / "job", flags=flags, last=LAST, every=SAVED)
+    rest = GptJob(folder=tmp_path / "job", flags=flags, ranks=ranks, last=LAST, every=SAVED)
     assert (done := rest.run(timeout=LIMIT)).ok, done.output[-4000:]
     losses, expected = rest.losses(), whole.losses()
     assert losses.keys() == expected.keys()

@@ -104,8 +104,8 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
     return output, partial(loss_of, batch["loss_mask"])
 
 
-def datasets(numbers: list[int]) -> Any:
-    """Mock data: the same on every run."""
+def datasets(numbers: list[int], vp_stage: int | None = None) -> Any:
+    """Mock data: the same on every run, and for each part of a stage (`vp_stage`)."""
     args = get_args()
     again_faults.at("data sets")
     if os.environ.get("LASTGASP_INCARNATION") and os.environ.get("DIES_AGAIN") == str(args.rank):
