@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,11 @@ from support.waiting import until
 LIMIT = 200.0
 OFFER = "a fault can be answered in place, as incarnation 1\n"
 LIGHTNING, TRANSFORMERS = SUPPORT / "train_again_lightning.py", SUPPORT / "train_again_transformers.py"
+SHARDED = {"sharded loop": SUPPORT / "train_again_sharded.py", "shards": SUPPORT / "train_again_lightning_sharded.py"}
 KILLED_LAST = "kind=sigkill,rank={},step=6,phase=backward"
 KILLED_FIRST = "kind=sigkill,rank=0,step=6,phase=backward"
+KILLED_IN_UPDATE = "kind=sigkill,rank=1,step=6,phase=update"
+HUNG = "kind=sigstop,rank=1,step=6,phase=forward"
 RAISED = "kind=exception,rank=1,step=6,phase=forward"
 _OURS = ("PYTHONPATH", "OMP_NUM_THREADS")
 
@@ -33,11 +37,10 @@ pytestmark = [needs_hosts, pytest.mark.fault, pytest.mark.slow, pytest.mark.full
 
 
 @contextmanager
-def training(
-    folder: Path, script: Sequence[object], each: int, faults: str, *options: str, python: str = "", **variables: str
+def waiting(
+    folder: Path, script: Sequence[object], each: int, *options: str, python: str = "", **variables: str
 ) -> Iterator[HostsJob]:
-    """A job over two hosts with so many ranks on `each`, once a fault can be answered in place; it ends well."""
-    variables |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(folder / "faults.log")}
+    """A job over two hosts with so many ranks on `each`, once a fault can be answered in place."""
     variables |= {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug", "LASTGASP_RECOVERY": "auto"}
     variables["HF_HUB_OFFLINE"] = "1"  # what a script sets itself keeps its ranks from being forked
     with network(folder, "ha", "hb") as hosts:
@@ -46,8 +49,18 @@ def training(
         job.start()
         until(lambda: OFFER in job.launchers["ha"].output, "both launchers are ready", START)
         yield job
+
+
+@contextmanager
+def training(
+    folder: Path, script: Sequence[object], each: int, faults: str, *options: str, **more: str
+) -> Iterator[HostsJob]:
+    """The same with a fault; it ends well."""
+    log = folder / "faults.log"
+    with waiting(folder, script, each, *options, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **more) as job:
+        yield job
         assert set(job.codes(START + LIMIT).values()) == {0}, job.output
-    assert len(read_log(folder / "faults.log")) == 1, job.output
+    assert len(read_log(log)) == 1, job.output
 
 
 def check(job: HostsJob, directory: Path, processes: dict[int, list[str]], replaced: int | None) -> None:
@@ -62,10 +75,12 @@ def check(job: HostsJob, directory: Path, processes: dict[int, list[str]], repla
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Final weights of a job without a fault on one host, by script and number of ranks."""
+    """Final weights of a job without a fault on one host, by script, number of ranks and options."""
     return undisturbed_jobs(
         tmp_path_factory,
-        lambda folder, script, ranks: [_python(script), *torchrun(script, "--dir", folder, ranks=ranks)[1:]],
+        lambda folder, script, ranks, *more: [
+            _python(script), *torchrun(script, "--dir", folder, *more, ranks=ranks)[1:]
+        ],
     )
 
 
@@ -82,8 +97,15 @@ def _python(script: Path) -> str:
         pytest.param(TRANSFORMERS, 2, KILLED_LAST.format(3), 3, id="transformers-killed"),
         pytest.param(TRANSFORMERS, 1, KILLED_FIRST, 0, id="transformers-the only one of the first host"),
         pytest.param(TRANSFORMERS, 1, RAISED, None, id="transformers-raised"),
+        *(pytest.param(script, each, fault, replaced, id=f"{name}-{case}")
+          for name, script in SHARDED.items() for case, each, fault, replaced in (
+            ("killed", 2, KILLED_LAST.format(3), 3),
+            ("the only one of the first host", 1, KILLED_FIRST, 0),
+            ("in its update", 1, KILLED_IN_UPDATE, 1),
+            ("raised", 1, RAISED, None),
+            ("hung", 1, HUNG, 1))),
     ],
-)
+)  # fmt: skip
 def test_a_fault_is_answered_in_place(
     script: Path, each: int, fault: str, replaced: int | None, tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -91,13 +113,38 @@ def test_a_fault_is_answered_in_place(
         pytest.importorskip("transformers", reason="pip install '.[transformers]'")
     directory = tmp_path / "d"
     directory.mkdir()
-    with training(tmp_path, [script, "--dir", directory], each, fault, python=_python(script)) as job:
+    hang = {"LASTGASP_HANG_TIMEOUT": "8"} if fault == HUNG else {}
+    with training(tmp_path, [script, "--dir", directory], each, fault, python=_python(script), **hang) as job:
         (directory / "go").touch()
     ranks = range(2 * each)
     rows = {rank: (directory / f"rank-{rank}").read_text().split("\n") for rank in ranks}
     entered = {rank: [row.split()[1] for row in rows[rank] if row.startswith("entered")] for rank in ranks}
     check(job, directory, entered, replaced)
     assert differences(undisturbed(script, 2 * each), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize("script", SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize("seconds", [5, 30])
+def test_parts_of_a_host_whose_link_is_cut(script: Path, seconds: int, tmp_path: Path, undisturbed: Any) -> None:
+    """A short cut is none; after a long one nobody has all parts, and the job goes on from what was left, or anew."""
+    directory, more = tmp_path / "d", ("--stateless",) if script == SHARDED["shards"] else ()
+    directory.mkdir()
+    command = [script, "--dir", directory, *more]
+    with waiting(tmp_path, command, 1) as job:
+        job.hosts["hb"].cut()
+        (directory / "go").touch()
+        time.sleep(seconds)
+        job.hosts["hb"].mend()
+        codes = set(job.codes(START + LIMIT).values())
+        if codes != {0}:
+            job = HostsJob(job.hosts, command, "ha", 1)
+            job.start()
+            assert set(job.codes(START + LIMIT).values()) == {0}, job.output
+    found = incidents(directory)
+    print(*found, sep="\n")
+    assert (codes, found) == ({0}, []) or seconds > 5, (found, job.output)
+    assert {one.ending for one in found} <= {"saved", "gave_up", "in_arenas"}, (found, job.output)
+    assert differences(undisturbed(script, 2, *more), directory / "final.pt") == []
 
 
 @pytest.mark.skipif(bool(place.missing()), reason=place.missing())

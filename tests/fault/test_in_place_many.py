@@ -11,7 +11,7 @@ from lastgasp.testing.weights import differences
 from support.launchers import SUPPORT, incidents, run, running, until
 from support.train_many_faults import faults
 
-WORKER = SUPPORT / "train_many_faults.py"
+LOOP, LIGHTNING = SUPPORT / "train_many_faults.py", SUPPORT / "train_many_faults_lightning.py"
 RANKS = 3
 OFFER = "a fault can be answered in place, as incarnation {}\n"
 
@@ -19,17 +19,23 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    ("count", "after"), [(6, 3), pytest.param(30, 5, marks=pytest.mark.full)], ids=["6 faults", "30 faults"]
+    ("worker", "count", "after"),
+    [
+        pytest.param(LOOP, 6, 3, id="6 faults"),
+        pytest.param(LOOP, 30, 5, marks=pytest.mark.full, id="30 faults"),
+        pytest.param(LIGHTNING, 12, 3, marks=pytest.mark.full, id="12 faults of ModelParallelStrategy"),
+    ],
 )
-def test_nothing_grows_with_the_number_of_faults(count: int, after: int, tmp_path: Path) -> None:
-    """Memory may grow by 20 MB, as its allocators like: a copy of the state kept for each fault would be 2.6 MB each.
+def test_nothing_grows_with_the_number_of_faults(worker: Path, count: int, after: int, tmp_path: Path) -> None:
+    """Memory may grow by 20 MB, as its allocators like: a copy of the state kept for each fault would be 2.6 MB each,
+    an arena 8 MB.
 
     Descriptors, threads and children may not grow at all. Processes and rings are looked for as after every test.
     """
     log = tmp_path / "faults.log"
     calm, directory = tmp_path / "calm", tmp_path / "d"
-    job(tmp_path, calm, count, after, LASTGASP_WARM="off")
-    output = job(tmp_path, directory, count, after, LASTGASP_WARM="auto", LASTGASP_LOG="debug",
+    job(tmp_path, worker, calm, count, after, LASTGASP_WARM="off")
+    output = job(tmp_path, worker, directory, count, after, LASTGASP_WARM="auto", LASTGASP_LOG="debug",
                  LASTGASP_FAULT=faults(count), LASTGASP_FAULT_LOG=str(log), LASTGASP_HANG_TIMEOUT="20")  # fmt: skip
     assert len(read_log(log)) == count
     rungs = [incident.rung for incident in incidents(directory)]
@@ -39,10 +45,10 @@ def test_nothing_grows_with_the_number_of_faults(count: int, after: int, tmp_pat
     assert differences(calm / "final.pt", directory / "final.pt") == []
 
 
-def job(folder: Path, directory: Path, count: int, after: int, **variables: str) -> str:
+def job(folder: Path, worker: Path, directory: Path, count: int, after: int, **variables: str) -> str:
     """One job to its end; each fault comes once the launcher can answer it."""
     directory.mkdir()
-    command = run(WORKER, "--dir", directory, "--faults", count, "--after", after, ranks=RANKS)
+    command = run(worker, "--dir", directory, "--faults", count, "--after", after, ranks=RANKS)
     with running(folder, command, **variables) as [started]:
         (directory / "launcher").write_text(str(started.process.pid))
         for number in range(count):

@@ -32,7 +32,7 @@ IN_RANK = {
     "step left": "lastgasp.adapter.run:AdapterRun.failed",
     "released": "lastgasp.pytorch.loop.again_here:AgainHere.keep",
     "state kept": "lastgasp.pytorch.loop.again:_enter_again",
-    "joining": "lastgasp.pytorch.loop.again_here:rejoin",
+    "joining": "lastgasp.pytorch.loop.again:forget_accelerate",
     "handover": "lastgasp.pytorch.loop.again_here:received",
     "state taken": "lastgasp.pytorch.loop.again_here:AgainHere.ready",
 }

@@ -14,15 +14,20 @@ READY = "a restart will fork its ranks from a warm process"
 
 @contextmanager
 def disturbed(folder: Path, command: list[str], faults: str, **variables: str) -> Iterator[Running]:
-    """A job whose faults come once a warm process is ready; it ends well. `rank=all`: both of two ranks."""
+    """A job whose faults come once a warm process is ready, if it is to have one; it ends well.
+
+    `rank=all`: both of two ranks.
+    """
     directory = folder / "d"
     directory.mkdir(exist_ok=True)
     log = folder / "faults.log"
     environment = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
     if faults:
         environment["LASTGASP_FAULT"] = faults
-    with running(folder, command, **environment, **variables) as [started]:
-        until(lambda: READY in started.output, "the warm process is ready")
+    environment |= variables
+    with running(folder, command, **environment) as [started]:
+        if environment["LASTGASP_WARM"] == "auto":
+            until(lambda: READY in started.output, "the warm process is ready")
         (directory / "go").touch()
         yield started
         assert started.code() == 0, started.output[-6000:]

@@ -43,8 +43,10 @@ class Sharded(train_lightning_sharded.Sharded):
         self.stateless = stateless
         self.steps, self.seen = 0, list[int]()
         self.late: nn.Module | None = None
+
     def configure_model(self) -> None:
         """Layers of the shape `late` are made here, unless they are there already."""
+        again_faults.at("function called")
         if self.shape == "late" and self.late is None:
             with torch.random.fork_rng():
                 torch.manual_seed(11)
@@ -92,6 +94,7 @@ class Diary(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there; ours has not connected yet."""
+        again_faults.at("group made")
         if (os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (self._dies, "1"):
             note(self._directory, f"died {os.getpid()}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -136,15 +139,17 @@ def main() -> None:
     if args.full:
         vars(arena)["available"] = lambda: 1000
     vars(again)["drop_groups"] = drop_groups
-    world, tensor = int(os.environ["WORLD_SIZE"]), 2 if args.shape in train_lightning_sharded.TENSOR else 1
+    here, world = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    tensor = 2 if args.shape in train_lightning_sharded.TENSOR else 1
     seed_everything(7 + 1000 * (int(os.environ["RANK"]) // tensor))  # who shares layers draws the same
     x = torch.randn(4 * 5 * world * 2, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     ours = LastGasp(args.dir, arena=args.arena, recovery=None if args.recovery == "default" else args.recovery)
     saves = ModelCheckpoint(args.dir, "{step}", every_n_train_steps=4, save_top_k=2, monitor="step", mode="max")
     trainer = Trainer(
-        accelerator="cpu", devices=world, strategy=ModelParallelStrategy(world // tensor, tensor), max_steps=STEPS,
-        max_epochs=-1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        accelerator="cpu", devices=here, num_nodes=world // here, max_steps=STEPS, max_epochs=-1,
+        strategy=ModelParallelStrategy(world // tensor, tensor), enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
         log_every_n_steps=1, logger=CSVLogger(args.dir / "logs" / "table"), callbacks=[Diary(args, ours), ours, saves],
         accumulate_grad_batches=2 if args.shape == "accumulated" else 1,
     )  # fmt: skip

@@ -37,13 +37,12 @@ def main() -> None:
     """Twelve steps: two epochs of five and a bit."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True, type=Path)
-    parser.add_argument("--final", type=Path)
     parser.add_argument("--shape", default="plain", choices=SHAPES)
     parser.add_argument("--arena", default="every 1")
     parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
     parser.add_argument("--outside", action="store_true", help="the model is kept from one call to the next")
     parser.add_argument("--full", action="store_true", help="the host has no memory for arenas")
-    parser.add_argument("--damaged", action="store_true", help="a bit of step 8 in the arena of rank 1 is flipped")
+    parser.add_argument("--damaged", action="store_true", help="a bit of step 7 in the arena of rank 1 is flipped")
     args = parser.parse_args()
     torch.set_num_threads(1)
     again_faults.install(args.dir)
@@ -57,10 +56,10 @@ def main() -> None:
 
 
 def damaged(self: arena.Arena, step: int, pieces: Any, *, buddy: bool = False) -> None:
-    """As `Arena.copy`; then a bit of step 8 is flipped."""
+    """As `Arena.copy`; then a bit of step 7 is flipped."""
     _copy(self, step, pieces, buddy=buddy)
     for header, payload in zip(self._headers, self._payloads, strict=True):
-        if step == 8 == header[arena._STEP]:
+        if step == 7 == header[arena._STEP]:
             payload[header[arena._LENGTH] // 2] ^= 1
 
 
@@ -107,8 +106,9 @@ def training(args: argparse.Namespace) -> None:
                 again_faults.at("first update")
         note(args.dir, f"ended {os.getpid()} {s.step}")
     whole = result(model, optimizer)
-    if args.final and rank == 0:
-        torch.save({**whole, "count": torch.tensor(losses["count"])}, args.final)
+    note(args.dir, f"seen {losses['count']}")
+    if rank == 0:
+        torch.save(whole, args.dir / "final.pt")
     dist.destroy_process_group()
 
 

@@ -45,13 +45,17 @@ def step_of(number: int) -> int:
 
 def main() -> None:
     """Train."""
+    torch.set_num_threads(1)
+    train(training, arguments())
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--faults", required=True, type=int)
     parser.add_argument("--after", required=True, type=int, help="faults before what is held is compared with")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    train(training, args)
+    return parser.parse_args()
 
 
 def training(args: argparse.Namespace) -> None:
@@ -65,11 +69,7 @@ def training(args: argparse.Namespace) -> None:
     torch.manual_seed(rank)
     with Session.open(args.dir, state=TorchState(model, optimizer), max_steps=step_of(args.faults) + 2) as s:
         for _ in s.batches(range(10_000)):
-            number, place = divmod(s.step, APART)
-            if place == 0 and 0 < number <= args.faults:  # by the fault of incarnation number - 1
-                _wait((args.dir / f"go-{number - 1}").exists, s)
-            if place == 2 and rank == 1 and number in (args.after, args.faults):
-                _compare(args.dir, number, s)
+            pause(args.dir, args.faults, args.after, s.step, s.alive)
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
@@ -78,19 +78,28 @@ def training(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _wait(condition: Callable[[], bool], s: Session) -> None:
+def pause(directory: Path, faults: int, after: int, step: int, alive: Callable[[], object]) -> None:
+    """A step begins: wait where a fault is due in it; write down what is held after so many faults, and after all."""
+    number, place = divmod(step, APART)
+    if place == 0 and 0 < number <= faults:  # by the fault of incarnation number - 1
+        _wait((directory / f"go-{number - 1}").exists, alive)
+    if place == 2 and os.environ["RANK"] == "1" and number in (after, faults):
+        _compare(directory, alive)
+
+
+def _wait(condition: Callable[[], bool], alive: Callable[[], object]) -> None:
     while not condition():
-        s.alive()
+        alive()
         time.sleep(0.01)
 
 
-def _compare(directory: Path, number: int, s: Session) -> None:
+def _compare(directory: Path, alive: Callable[[], object]) -> None:
     """Write down what is held, once it is not more than the first time; or after all of the patience."""
     first, deadline = directory / "held", time.monotonic() + PATIENCE
     if not first.exists():
         first.write_text(_held(directory))
         return
-    _wait(lambda: not _more(first.read_text(), _held(directory)) or time.monotonic() > deadline, s)
+    _wait(lambda: not _more(first.read_text(), _held(directory)) or time.monotonic() > deadline, alive)
     (directory / "more").write_text(_more(first.read_text(), _held(directory)))
 
 
