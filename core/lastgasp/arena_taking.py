@@ -25,12 +25,14 @@ class Taken:
         step: the step; durable: the newest one on disk.
         payload: what was copied into the arena, verified. Valid inside of the `with` block.
         arena: where it is.
+        aux: the predecessor's auxiliary state, where it is the arena of a replica, which has its own; empty if unknown.
     """
 
     step: int
     durable: int
     payload: memoryview
     arena: ArenaRef
+    aux: bytes = b""
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
@@ -117,10 +119,12 @@ class Known(msgspec.Struct, frozen=True):
     Attributes:
         durable: the newest step on disk.
         present: the manifests that were there when training began; None where that is not known.
+        aux: auxiliary states of ranks that begin with a replica's arena.
     """
 
     durable: int = 0
     present: frozenset[str] | None = None
+    aux: dict[int, bytes] = {}
 
 
 class _Entering(msgspec.Struct, frozen=True, array_like=True):
@@ -137,10 +141,10 @@ def taken_by_all(
 
     With `Known.present` of those that stayed.
 
-    Where the block ends well `arena`, still empty, goes on with that memory.
+    Where the block ends well `arena`, still empty, goes on with that memory, unless it is a replica's.
 
     Args:
-        there: this rank's own, or that of the dead process whose place it takes.
+        there: this rank's own, that of the dead process whose place it takes, or of a replica.
         why_not: as for `left_by_all`.
         known: None in a new process.
 
@@ -165,6 +169,9 @@ def taken_by_all(
             if one.why:
                 raise ControlError(f"rank {rank} cannot enter its training again: {one.why}")
         stayed = [one.known for one in said if one.known is not None]
-        taken = Taken(step, max((one.durable for one in stayed), default=0), payload, there)
+        rank = session.place.rank
+        own_aux = next((one.aux[rank] for one in stayed if rank in one.aux), b"")
+        taken = Taken(step, max((one.durable for one in stayed), default=0), payload, there, own_aux)
         yield taken, next((one.present for one in stayed), None)
-    _adopt(arena, taken)
+    if there.rank == rank:
+        _adopt(arena, taken)

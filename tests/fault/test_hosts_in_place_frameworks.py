@@ -141,7 +141,6 @@ def test_parts_of_a_host_whose_link_is_cut(script: Path, seconds: int, tmp_path:
             job.start()
             assert set(job.codes(START + LIMIT).values()) == {0}, job.output
     found = incidents(directory)
-    print(*found, sep="\n")
     assert (codes, found) == ({0}, []) or seconds > 5, (found, job.output)
     assert {one.ending for one in found} <= {"saved", "gave_up", "in_arenas"}, (found, job.output)
     assert differences(undisturbed(script, 2, *more), directory / "final.pt") == []

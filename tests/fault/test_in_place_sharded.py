@@ -57,14 +57,17 @@ def cases() -> Iterator[Case]:
     """Each kind of fault on either rank at each moment; other shapes; several faults; arenas that hold older steps."""
     for job in (LOOP, LIGHTNING):
         for kind, rank, phase in itertools.product(("sigkill", "exception", "sigstop"), (0, 1), MOMENTS):
-            copied = kind == "exception" and phase == "arena_copy"
-            yield Case(job, (f"{kind},{rank},8,{phase}",), begun=(8 + copied,))
+            # Who raises behind its update has completed the step: it is there for the copy into its arena.
+            complete = kind == "exception" and phase in ("step_end", "arena_copy")
+            yield Case(job, (f"{kind},{rank},8,{phase}",), begun=(8 + complete,))
         yield Case(job, ("sigkill,1,7,backward", "sigkill,1,8,update"), begun=(7, 8))
         # From live states: no step is lost although the arenas hold an older one.
         yield Case(job, ("exception,1,8,forward",), more=("--arena", "every 5"))
     yield Case(LOOP, ("sigkill,1,8,backward",), more=("--arena", "every 5"), begun=(5,), lost=3)
     for job, shape, ranks, fault in OTHER_SHAPES:
         yield Case(job, (fault,), shape, ranks)
+    for rank in (0, 3):  # its replica has completed that step, and the new process begins with what that one has
+        yield Case(LOOP, (f"sigkill,{rank},8,update",), "hybrid", 4, begun=(9,))
 
 
 def marks(case: Case) -> tuple[Any, ...]:

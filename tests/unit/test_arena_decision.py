@@ -140,7 +140,8 @@ def test_an_arena_tells_what_its_rank_had_completed() -> None:
 def test_where_nobody_can_reach_the_arena_it_says_what_is_held() -> None:
     found = decision_of(dead=7, survivors=7, steps={0: (7, 6), 1: (7, 6)}, hosts="ab", durable=4)
     assert isinstance(found, GiveUp)
-    assert found.lost == 3 and "arenas hold: rank 0 7, 6; rank 1 7, 6" in found.reason
+    assert (found.lost, found.held, found.held_lost) == (3, 7, 0)
+    assert "arenas hold: rank 0 7, 6; rank 1 7, 6" in found.reason
     assert isinstance(decision_of(dead=4, survivors=4, steps={1: (3,)}, durable=4), NothingToSave)
 
 

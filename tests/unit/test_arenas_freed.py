@@ -71,3 +71,23 @@ def test_while_ranks_enter_again_what_was_left_is_their_arena() -> None:
     del new  # its mapping has a descriptor of its own
     arenas.clear()
     assert held() == before
+
+
+def test_who_begins_with_a_replicas_arena_leaves_the_others_theirs() -> None:
+    """Until all have begun; then nothing is kept of what was left."""
+    gc.collect()
+    arenas = Arenas(Keepers(lambda rank, step: None), "token", lambda text: None)
+    before, host = held(), host_identity()
+    arenas.begin(durable=0)
+    attempt(arenas, 3)
+    arenas.begin(durable=0, same_attempt=True)
+    new = Arena()
+    arenas.keep(1, host, os.getpid(), m.Begin(step=3, durable=0, buffer_fd=-1, arena_fd=new.fd, arena_id=new.identity))
+    assert arenas.steps() == {0: (3,), 1: ()} and held() - before == 2 + 2
+    own = arenas.reference(0)
+    arenas.keep(0, host, own.pid, m.Begin(step=3, durable=0, buffer_fd=-1, arena_fd=own.fd, arena_id=own.identity))
+    assert arenas.steps() == {0: (3,), 1: ()} and held() - before == 1 + 2
+    new.close()
+    del new
+    arenas.clear()
+    assert held() == before

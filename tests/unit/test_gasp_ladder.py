@@ -11,6 +11,7 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import Action, Kill, RecordPhase, Remark, Send
 from lastgasp.gasp.again import NEW, Again, Offer
+from lastgasp.gasp.auxiliary import NoBuffers
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.progress import Progress
 from lastgasp.topology import ReplicaGroups, data_parallel
@@ -695,14 +696,14 @@ class Kept:
 
     awaited = False
 
-    def __init__(self, steps: dict[int, tuple[int, ...]], host: str = "a") -> None:
-        self._steps, self._host = steps, host
+    def __init__(self, steps: dict[int, tuple[int, ...]], hosts: str = "aaa") -> None:
+        self._steps, self._hosts = steps, hosts
 
     def steps(self) -> dict[int, tuple[int, ...]]:
         return self._steps
 
     def hosts(self) -> dict[int, str]:
-        return dict.fromkeys(self._steps, self._host)
+        return {rank: self._hosts[rank] for rank in self._steps}
 
     def buddies(self) -> dict[int, tuple[str, tuple[int, ...]]]:
         return {}
@@ -773,14 +774,62 @@ def test_what_no_arena_holds_is_not_begun_with(steps: dict[int, tuple[int, ...]]
     assert (job.machine.again, job.machine.not_in_place) == (None, reason)
 
 
-def test_a_live_replica_that_has_gone_further_is_saved_and_the_job_restarts() -> None:
+class Recorded(NoBuffers):
+    """What ranks have recorded of their auxiliary states."""
+
+    def exists(self, rank: int) -> bool:
+        return True
+
+    def state(self, rank: int, step: int) -> bytes | None:
+        return b"%d of %d" % (rank, step) if rank else None
+
+
+@pytest.mark.parametrize(("dead", "aux", "notes"), [(1, {1: b"1 of 8"}, 0), (0, {}, 1)])
+def test_a_live_replica_that_has_gone_further_gives_what_a_dead_ranks_arena_lacks(
+    dead: int, aux: dict[int, bytes], notes: int
+) -> None:
+    """But not its auxiliary state: each has its own."""
     job = Job(replicas=((0, 1), (2,)))
-    job.machine.arenas = Kept({0: (STEP,), 1: (STEP - 1,), 2: (STEP,)})
+    other = 1 - dead
+    job.machine.arenas = Kept({other: (STEP,), dead: (STEP - 1,), 2: (STEP,)})
+    job.machine.buffers = Recorded()
+    job.die(dead)
+    says(job, other, (STEP,))
+    actions = says(job, 2, (STEP,))
+    again = job.again()
+    assert (again.step, again.lost, again.arenas) == (STEP, (dead,), (job.machine.arenas.reference(other),))
+    assert [one.aux for one in orders(actions).values() if one is not None] == [aux, aux]
+    remarks = [action.text for action in actions if isinstance(action, Remark)]
+    assert (len(remarks), job.machine.outcome.lost) == (notes, 0)
+    assert all("the random state of rank 0" in text for text in remarks)
+
+
+def test_a_replica_of_another_host_is_saved_and_the_job_restarts() -> None:
+    job = Job(replicas=((0, 1), (2,)))
+    job.machine.arenas = Kept({0: (STEP,), 1: (STEP - 1,), 2: (STEP,)}, "abb")
     job.die(1)
     says(job, 0, (STEP,))
     says(job, 2, (STEP,))
     assert job.machine.not_in_place == f"the arena of rank 1 does not hold step {STEP}: it holds {STEP - 1}"
     assert job.machine.state == "saving"
+
+
+@pytest.mark.parametrize(("steps", "lost"), [((STEP, STEP - 1), 0), ((STEP - 2,), 2)])
+def test_an_arena_that_nobody_is_left_to_write_is_begun_with_all_the_same(steps: tuple[int, ...], lost: int) -> None:
+    """The only rank of its host is dead."""
+    job = in_parts(dict.fromkeys(range(WORLD), steps))
+    job.machine.arenas = Kept(dict.fromkeys(range(WORLD), steps), "aba")
+    job.die(1)
+    says(job, 0, steps)
+    says(job, 2, steps)
+    assert (job.again().step, job.again().rung, job.machine.outcome.lost) == (STEP - lost, "replace", lost)
+
+
+def test_where_all_are_dead_nobody_begins_again() -> None:
+    job = in_parts(dict.fromkeys(range(WORLD), (STEP, STEP - 1)))
+    for rank in range(WORLD):
+        job.die(rank)
+    assert job.machine.again is None and job.machine.outcome.ending == "gave_up"
 
 
 def test_a_new_process_that_has_not_begun_neither_writes_nor_hides_the_arena_that_it_is_to_take() -> None:

@@ -46,7 +46,7 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
             not even the end of a connection.
         rank: the own new number, for the process that has the order (`for_rank`); -1 in what all get.
         arenas: where each rank alone holds a part of the state and begins with its own: how the new processes open
-            the arenas of the lost ranks; None where ranks hold all of the state.
+            the arenas of the lost ranks, in their order, or of replicas; None where ranks hold all of the state.
     """
 
     incarnation: int

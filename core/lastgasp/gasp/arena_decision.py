@@ -108,6 +108,11 @@ class _Situation:
         host, steps = self.buddies.get(owner, (None, ()))
         return self._writers(host) if steps else []
 
+    def held(self, shard: tuple[int, ...]) -> set[int]:
+        """The steps that ranks or their own arenas hold, whoever can write them."""
+        live = {self.views[rank].step for rank in shard if rank in self.views and self.views[rank].holds}
+        return live.union(*(self.arenas.get(rank, ()) for rank in shard))
+
     def steps(self, shard: tuple[int, ...]) -> set[int]:
         live = {self.views[rank].step for rank in shard if rank in self.views and self.views[rank].holds}
         copies = (self.buddies[rank][1] for rank in shard if self.partners(rank))
@@ -152,7 +157,11 @@ def decide_with_arenas(
     step = max(common, default=-1)
     if step <= durable:
         reason = plain.reason if isinstance(plain, GiveUp) else "no step is held of every shard"
-        return GiveUp(reason=f"{reason}; {_held(arenas)}", unused=plain.unused, lost=completed - durable)
+        held = max(set.intersection(*map(situation.held, replicas)), default=-1)
+        return GiveUp(
+            reason=f"{reason}; {_held(arenas)}", unused=plain.unused, lost=completed - durable,
+            held=held if held > durable else -1, held_lost=max(0, completed - held),
+        )  # fmt: skip
     if isinstance(plain, SavePlan) and plain.step >= step:
         return replace(plain, lost=max(0, completed - plain.step))
     chosen = [situation.choose(shard, step) for shard in replicas]

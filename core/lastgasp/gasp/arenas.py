@@ -73,7 +73,7 @@ class Arenas:
         left = self._left.get(rank)
         again = left is not None and left.kept.identity == begin.arena_id
         written = bool(self._left) and begin.step == begin.durable == self._common() > self._durable
-        if not again:
+        if not again and not (self._same_attempt and begin.step > begin.durable):  # else it has copied a replica's
             self.drop_left()
         if begin.arena_fd < 0:
             return written
@@ -83,6 +83,8 @@ class Arenas:
         fd = open_buffer(pid, begin.arena_fd) if host == self._host else -1
         if fd >= 0 or host != self._host:
             self._kept[rank] = _Kept(host, fd, begin.arena_id)
+        if self._same_attempt and self._kept.keys() == self._left.keys():  # all have begun
+            self.drop_left()
         return again or written
 
     def _own(self, rank: int) -> tuple[int, bytes] | None:

@@ -70,11 +70,17 @@ class NothingToSave:
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp:
-    """No step has a live holder for every shard."""
+    """No step has a live holder for every shard.
+
+    `held`: the newest step that arenas hold all the same, of hosts on which nobody is left to write them; -1: none. Who
+    begins with it loses `held_lost` steps.
+    """
 
     reason: str
     unused: tuple[Unused, ...]
     lost: int
+    held: int = -1
+    held_lost: int = 0
 
 
 Decision = SavePlan | NothingToSave | GiveUp

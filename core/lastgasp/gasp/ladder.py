@@ -24,11 +24,11 @@ from .actions import Action, Kill, RecordPhase, Remark, Send
 from .again import NEW, Again, Offer
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
-from .decision import Decision, GiveUp, SavePlan
+from .decision import Decision, SavePlan
 from .fewer_ranks import FEWER, GROWN, SHRUNK, UNSAVED, by_handlers_cannot, named, vanished
 from .machine import MARGIN, Machine
 from .members import Member
-from .own_parts import BACK, arenas_to_take, has_arenas
+from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
 
 ENTER = 30.0
 """Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
@@ -261,7 +261,7 @@ class Ladder(Machine):
             if isinstance(chosen, str):
                 self.not_in_place = chosen
             elif not self._only_copy(chosen) or not isinstance(decision, SavePlan):
-                return self._enter_again(chosen, getattr(decision, "lost", 0))
+                return self._enter_again(chosen, step_of(decision, self._in_parts)[1])
             else:  # from files; or the only copy: were that rank to die during the recovery, the step would be gone
                 self._once_saved = msgspec.structs.replace(chosen, saved=True)
         return super()._carry_out(decision, now)
@@ -282,9 +282,9 @@ class Ladder(Machine):
 
     def _choose(self, decision: Decision) -> Again | str:
         """What to do in place, or why that is not possible."""
-        if isinstance(decision, GiveUp):
+        step, lost = step_of(decision, self._in_parts)[0], self._lost_ranks()
+        if step < 0:
             return "no rank holds a common step"
-        step, lost = decision.step, self._lost_ranks()
         if self._in_parts:
             return self._choose_parts(step, lost)
         holders = [] if self._from_files else [rank for rank in sorted(self._here) if self.members[rank].holds(step)]
@@ -324,7 +324,7 @@ class Ladder(Machine):
         if lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
             return why
         held = arenas_held(self.arenas, self.members, self._damaged)
-        found = arenas_to_take(step, lost, self.members, held, self.arenas)
+        found = arenas_to_take(step, lost, self.members, held, self.arenas, self.replicas)
         if isinstance(found, str):
             return found
         return Again(
@@ -429,11 +429,11 @@ class Ladder(Machine):
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
-        if again.members or again.arenas is not None:  # those that go on have theirs
-            remarks = []
         if again.arenas is not None:
-            aux = {}
+            aux, remarks = states_to_hand(again, aux)
             remarks += [Remark(text=BACK.format(step=again.step, lost=steps_lost))] if steps_lost else []
+        elif again.members:  # those that go on have theirs
+            remarks = []
         pids = tuple(member.pid for member in self.members.values() if member.pid)
         ends = tuple(end for one in self.members.values() if one.prepared is not None for end in one.prepared.ends)
         again = msgspec.structs.replace(again, pids=pids, ends=ends, vanished=vanished(again, self.address))

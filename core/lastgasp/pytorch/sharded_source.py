@@ -118,15 +118,15 @@ class ShardedSource(ShardedSaves):
         Raises:
             LastgaspError: as `taken_over`, and what `take` raises.
         """
-        with taken_over(self.life.session, self.arena, self._refused(why_not), newer=newer) as taken:
+        with taken_over(self.life.session, self.arena, self._refused(why_not, self.rank), newer=newer) as taken:
             if taken is not None:
                 self._take_step(taken, take)
         return taken is not None
 
-    def _refused(self, why_not: Callable[[Payload], str]) -> Callable[[memoryview], str]:
+    def _refused(self, why_not: Callable[[Payload], str], rank: int) -> Callable[[memoryview], str]:
         def refused(payload: memoryview) -> str:
             found = Payload(payload)
-            return found.why_not(self.rank, self._writer.place.world_size) or why_not(found)
+            return found.why_not(rank, self._writer.place.world_size) or why_not(found)
 
         return refused
 
@@ -218,14 +218,15 @@ class ShardedSource(ShardedSaves):
         """
         known = None
         if held is None:
-            there = next(one for one in again.arenas or () if one.rank == self.rank)
+            there = (again.arenas or ())[again.lost.index(self.rank)]
         else:
             there = ArenaRef(rank=self.rank, pid=os.getpid(), fd=held.arena.fd, identity=held.arena.identity)
-            known = Known(self.life.session.status.durable, held.present)
+            aux = again.aux if again.source == self.rank else {}
+            known = Known(self.life.session.status.durable, held.present, aux)
             self.life.on_close(held.arena.close, last=True)
         assert self.arena is not None
         with taken_by_all(
-            self.life.session, self.arena, there, again.step, self._refused(why_not), known=known
+            self.life.session, self.arena, there, again.step, self._refused(why_not, there.rank), known=known
         ) as (taken, present):  # fmt: skip
             self._take_step(taken, take)
         self.present = present

@@ -148,16 +148,17 @@ class ShardedLoop(ShardedSource):
 
     def _take(self, taken: Taken, payload: Payload) -> Snapshot:
         run, loop = self._run, self._small
-        small = {self.rank: payload.aux} if payload.aux else {}
+        owner = taken.arena.rank  # or a replica
+        small = {self.rank: aux} if (aux := payload.aux if owner == self.rank else taken.aux) else {}
         record = record_of(small, run.place, True, loop.pop(BUCKETS), [])
-        run.fill(loop | {KEY: record}, MEMORY, partial(self._fill, payload.shards))
+        run.fill(loop | {KEY: record}, MEMORY, partial(self._fill, payload.shards, owner))
         snapshot: Snapshot = run.state.snapshot(taken.step, loop["epoch"])
         return snapshot
 
-    def _fill(self, shards: memoryview) -> None:
+    def _fill(self, shards: memoryview, owner: int) -> None:
         state, place = self._run.state, self._run.place
         fill(
-            shards, state.modules, state.optimizers.items, rank=self.rank, world_size=place.world_size,
+            shards, state.modules, state.optimizers.items, rank=owner, world_size=place.world_size,
             single_model=state.models.single, single_optimizer=state.optimizers.single,
         )  # fmt: skip
 
