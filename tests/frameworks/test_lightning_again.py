@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -205,6 +205,9 @@ def test_who_has_not_asked_is_not_warned(
         ("ddp", "", "auto", "auto"),
         (DDPStrategy(process_group_backend="nccl"), "run", None, "restart"),
         (DDPStrategy(process_group_backend="nccl"), "run", "retry", "retry"),
+        (ModelParallelStrategy(2, 1), "run", None, "auto"),
+        (ModelParallelStrategy(2, 1), "", None, "restart"),
+        (ModelParallelStrategy(2, 1, process_group_backend="nccl"), "run", None, "restart"),
         ("ddp_spawn", "run", None, "auto"),
         ("auto", "run", None, "restart"),
     ],

@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--shape", default="plain", choices=SHAPES)
     parser.add_argument("--arena", default="every 1")
-    parser.add_argument("--recovery", default="auto")
+    parser.add_argument("--recovery")
     parser.add_argument("--dies", default="", help="this rank is killed in setup when fit is entered again")
     parser.add_argument("--stateless", action="store_true", help="without plain values, which a restart loses")
     parser.add_argument("--full", action="store_true", help="the host has no memory for arenas")
@@ -144,7 +144,7 @@ def main() -> None:
     seed_everything(7 + 1000 * (int(os.environ["RANK"]) // tensor))  # who shares layers draws the same
     x = torch.randn(4 * 5 * world * 2, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    ours = LastGasp(args.dir, arena=args.arena, recovery=None if args.recovery == "default" else args.recovery)
+    ours = LastGasp(args.dir, arena=args.arena, recovery=args.recovery)
     saves = ModelCheckpoint(args.dir, "{step}", every_n_train_steps=4, save_top_k=2, monitor="step", mode="max")
     trainer = Trainer(
         accelerator="cpu", devices=here, num_nodes=world // here, max_steps=STEPS, max_epochs=-1,

@@ -105,7 +105,7 @@ def main() -> None:
     if not args.without:
         from lastgasp_lightning import LastGasp
 
-        callbacks.append(LastGasp(args.dir, arena="every 1"))
+        callbacks.append(LastGasp(args.dir, arena="every 1", recovery="restart"))
     trainer = Trainer(
         accelerator="cpu", devices=args.devices, strategy=ModelParallelStrategy(args.devices // tensor, tensor),
         max_steps=args.steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,

@@ -104,7 +104,7 @@ def recovery_for(trainer: Any, asked: Recovery | None) -> Recovery:
         ConfigError: see `recovery_here`.
     """
     strategy = trainer.strategy
-    if asked is not None or type(strategy) is not DDPStrategy:
+    if asked is not None or not (type(strategy) is DDPStrategy or is_sharded_by(strategy)):
         return asked or "restart"
     return recovery_here(None, strategy.root_device.type, strategy._get_process_group_backend())
 

@@ -32,6 +32,7 @@ from lastgasp_lightning.again import (
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
+from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.loggers import LogRecord
 from lastgasp_lightning.marks import LightningMarks
@@ -119,7 +120,8 @@ class LightningRun(Training):
 
         if self.recovery in IN_PLACE and (arena == 0 or self.place.world_size == 1):
             if self.entry is not None:
-                tell("there is no recovery in place without arenas, where a rank's part goes with it", True)
+                asked = any(one.asked for one in self.trainer.callbacks if isinstance(one, Enters))
+                tell("there is no recovery in place without arenas, where a rank's part goes with it", asked)
             self.recovery = "restart"
         return LightningPartsAgain
 
