@@ -72,7 +72,8 @@ def cases() -> Iterator[Case]:
 
 def marks(case: Case) -> tuple[Any, ...]:
     """A kill in the update, where the survivor has completed the step and goes back, covers the others."""
-    covers = case.shape == "plain" and case.faults == ("sigkill,1,8,update",)
+    kind = "sigkill" if case.job is LIGHTNING else "exception"
+    covers = case.shape == "plain" and case.faults == (f"{kind},1,8,update",)
     return (() if covers else (full,)) + ((pytest.mark.cold,) if "sigstop" in case.faults[0] else ())
 
 
