@@ -111,8 +111,8 @@ class Restarts:
             )
         if self._behind:
             return (
-                f"stopped: {self._behind_text}. A restart would train again from the newest checkpoint, and most likely "
-                "end in the same way. Look at the output above; the checkpoints are kept."
+                f"stopped: {self._behind_text}. A restart would train again from the newest checkpoint, and most "
+                "likely end in the same way. Look at the output above; the checkpoints are kept."
             )
         if self.starts >= START_LIMIT:
             codes = ", ".join(map(str, sorted(self._how)))
