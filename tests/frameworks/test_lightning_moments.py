@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
+from lastgasp.adapter import NotSaveable, RankStatus
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.aux_state import decode_aux
 from lastgasp.testing.faults import FaultKit, install, parse_faults
 from lastgasp_lightning import LastGasp
+from lastgasp_lightning.buffers import Exchange
 from lastgasp_lightning.testing import FaultCallback
+from support.launchers import incidents
 
 
 def gasp_of(trainer: Any) -> Any:
@@ -280,6 +284,145 @@ def test_stochastic_weight_averaging_continues_with_its_learning_rate(tmp_path: 
     resumed = swa(job, None)
     assert resumed[1] == straight[1]
     assert [n for n in straight[0] if not torch.equal(straight[0][n], resumed[0][n])] == []
+
+
+class InValidation(L.Callback):
+    """Raises while the averaged weights are in the module."""
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: object) -> None:
+        if trainer.global_step >= 6 and not trainer.sanity_checking:
+            raise Boom
+
+
+def averaged(job: Job, *more: L.Callback) -> dict[str, Tensor]:
+    job.restart()
+    seed(7)
+    model, loader = Small(), DataLoader(data(), 4)
+    fit(job.make(EMAWeightAveraging(decay=0.5), *more), model, loader, val_dataloaders=loader)
+    return weights(model)
+
+
+def test_a_fault_while_averaged_weights_validate_saves_the_models_own(tmp_path: Path) -> None:
+    """WeightAveraging has exchanged both by then; the checkpoint has each in its place, and nothing to note."""
+    straight = averaged(Job(tmp_path / "straight"))
+    job = Job(tmp_path / "faulted")
+    averaged(job, InValidation())
+    [incident] = incidents(tmp_path / "faulted/ckpts")
+    assert (incident.step_saved, [note for note in incident.notes if "parameters" in note]) == (6, [])
+    resumed = averaged(job)
+    assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
+
+
+def test_weights_that_are_being_exchanged_are_not_saved() -> None:
+    """Nor does an exchange begin while they are: it waits as an update does."""
+    status, waited = RankStatus(), list[bool]()
+    exchange = Exchange(status.before_update, status)
+    trainer: Any = SimpleNamespace(callbacks=[EMAWeightAveraging()])
+
+    class Averaged(nn.Linear):
+        """Looks at what a save would find in the middle of it."""
+
+        def buffers(self, recurse: bool = True) -> Any:
+            waited.append(status.inside)
+            with pytest.raises(NotSaveable, match="exchanging"):
+                assert exchange.done
+            return super().buffers(recurse)
+
+    trainer.callbacks[0]._average_model = SimpleNamespace(module=Averaged(1, 1))
+    undo = exchange.install(trainer)
+    for done in (True, False):
+        trainer.callbacks[0]._swap_models(nn.Linear(1, 1))
+        assert (exchange.done, status.inside, status.begun) == (done, False, 0)
+    assert waited == [True, True]
+    undo()
+
+
+class Weighed(Dataset[tuple[Tensor, Tensor]]):
+    """How much each sample counts is changed by training."""
+
+    def __init__(self) -> None:
+        self.data, self.weights = data(), np.ones(24)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.data[index]
+        self.weights[index] += 1
+        return x, y
+
+
+def test_data_that_training_changes_are_named(tmp_path: Path) -> None:
+    """No checkpoint holds them."""
+    assert not fit(Job(tmp_path).make(strike=3), Small(), DataLoader(Weighed(), 4))
+    [incident] = incidents(tmp_path / "ckpts")
+    assert "training has changed what gives its data: Weighed.weights. No checkpoint" in " ".join(incident.notes)
+
+
+class Inner(torch.optim.SGD):
+    """As SAM: another optimizer inside makes the steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def second(self) -> None:
+        self.base.step()
+
+
+class CallsTheClosure(Small):
+    """Its update begins behind the closure that it calls itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.found = kind, list[tuple[bool, bool, bool]]()
+        self.automatic_optimization = kind != "manual"
+
+    def inside(self) -> bool:
+        return bool(gasp_of(self.trainer)._run.session.status.inside)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        before = self.inside()
+        optimizer.optimizer.step() if self.kind == "raw" else optimizer.second()
+        self.found.append((before, self.inside(), gasp_of(self.trainer)._run.state.watch.begun))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.kind == "manual":
+            self.manual_backward(loss)
+            self.optimizers().second()  # type: ignore[union-attr]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1) if self.kind == "raw" else Inner(self.parameters())
+
+
+@pytest.mark.parametrize("kind", ["raw", "inner"])
+def test_an_update_of_the_modules_own_optimizer_step_is_one(tmp_path: Path, kind: str) -> None:
+    """No save can begin in it; what it does before that, with the ranks' gradients, is none."""
+    model = CallsTheClosure(kind)
+    assert fit(Job(tmp_path).make(max_epochs=1), model)
+    assert model.found == [(False, True, True)] * 6
+
+
+def test_a_batch_of_which_lightning_counts_no_step_is_named(tmp_path: Path) -> None:
+    """Nothing is saved of it, and the incident says why."""
+    assert not fit(Job(tmp_path).make(InBatch(3)), CallsTheClosure("manual"))
+    [incident] = incidents(tmp_path / "ckpts")
+    assert incident.ending == "nothing_to_save"
+    assert "a batch has changed parameters without optimizer.step() (Inner)" in " ".join(incident.notes)
+
+
+class InBatch(L.Callback):
+    """Raises in a batch, whatever Lightning counts."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            raise Boom
 
 
 def test_a_drill_with_stochastic_weight_averaging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

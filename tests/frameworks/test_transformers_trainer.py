@@ -23,6 +23,7 @@ from lastgasp.cli import main
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
+from support.launchers import incidents
 from support.train_transformers import Tokens, arguments, model, result
 
 pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
@@ -91,6 +92,33 @@ def test_a_parameter_that_moves_before_the_update_is_saved_as_it_was(tmp_path: P
         one.train()
     saved = load_file(tmp_path / "checkpoint-5/model.safetensors")["transformer.ln_f.weight"]
     assert torch.equal(saved, values[-1])
+
+
+class Weighed(Tokens):
+    """Counts how often each row was read."""
+
+    def __init__(self) -> None:
+        super().__init__(12, True)
+        self.reads = torch.zeros(12)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+def test_what_a_resumed_run_gets_of_its_data_is_said(tmp_path: Path) -> None:
+    """What training has changed in the data set is in no checkpoint; ignore_data_skip begins the epoch once more."""
+    one = trainer(tmp_path, Breaks(5), LastGasp(), ignore_data_skip=True)
+    one.train_dataset = Weighed()
+    with pytest.raises(InjectedFault):
+        one.train()
+    one.add_callback(Breaks(6))
+    with pytest.raises(InjectedFault):
+        one.train()
+    first, second = (" ".join(incident.notes) for incident in incidents(tmp_path))
+    assert "training has changed what gives its data: Weighed.reads" in first
+    assert "ignore_data_skip=True" in second
+    assert "ignore_data_skip" not in first
 
 
 def test_a_gasp_that_trainer_was_to_save_as_well_becomes_its_own(tmp_path: Path) -> None:

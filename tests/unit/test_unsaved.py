@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from lastgasp.pytorch.unsaved import Unsaved
+from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers
 from lastgasp.pytorch.uservalues import Root
 
 
@@ -93,3 +94,118 @@ def test_what_cannot_be_looked_at_is_left_alone() -> None:
     unsaved = Unsaved(module)
     module.mean, module.rate = module.mean * 2, 0.5
     assert "beside their state: rate. No checkpoint" in unsaved.note()
+
+
+class Rows(Dataset[int]):
+    """Has a weight for each row, a rate, and a cache."""
+
+    def __init__(self) -> None:
+        self.weights, self.rate, self.cache = torch.ones(4), 1.0, dict[int, int]()
+        self.transform = Counts()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Passes(Sampler[int]):
+    """Counts its passes."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Told(Passes):
+    """Is told its epoch, as a resumed run tells it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = epoch
+
+
+class Endless(IterableDataset[int]):
+    """Compared by what it gives."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Any:
+        self.read += 1
+        return iter(range(4))
+
+
+def test_data_and_samplers_that_training_changes_are_named() -> None:
+    rows, passes = Rows(), Passes()
+    unsaved = UnsavedData()
+    assert unsaved.new
+    unsaved.look_at([DataLoader(Subset(rows, [0, 1]), batch_sampler=BatchSampler(passes, 2, False))])
+    assert (unsaved.new, unsaved.note()) == (False, "")
+    rows.cache[1] = 1
+    assert unsaved.note() == ""
+    rows.weights[1] = 2.0
+    rows.rate, rows.transform.calls = 2.0, 1
+    list(passes)
+    note = unsaved.note()
+    assert note.startswith("training has changed what gives its data: ")
+    named = note.partition(": ")[2].partition(". No checkpoint")[0]
+    assert set(named.split(", ")) == {"Rows.weights", "Rows.rate", "Counts.calls", "Passes.passes"}
+
+
+def test_data_that_are_told_where_they_are_are_not() -> None:
+    told, endless = Told(), Endless()
+    unsaved = UnsavedData()
+    unsaved.look_at([DataLoader(Rows(), sampler=told), DataLoader(endless), iter([1])])
+    told.set_epoch(3)
+    list(endless)
+    assert unsaved.note() == "", "the loader's own data set is gone, too, and is not kept alive"
+
+
+class Inside(torch.optim.SGD):
+    """Steps by another optimizer, as SAM does."""
+
+    def __init__(self, parameters: Any, shared: bool = False) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base, self.calls = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9), 0
+        if shared:
+            self.base.state = self.state
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return self.base.step()
+
+
+class Whole(Inside):
+    """Saves all."""
+
+    def state_dict(self) -> Any:
+        return super().state_dict() | {"base": self.base.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda p: Inside(p), "Inside.base, Inside.calls"),
+        (lambda p: Inside(p, shared=True), "Inside.calls"),
+        (lambda p: Whole(p), ""),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), ""),
+    ],
+)
+def test_what_an_optimizer_holds_beside_its_state_is_named(make: Any, named: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = make([parameter])
+    unsaved = UnsavedOptimizers([optimizer])
+    assert unsaved.note() == ""
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        note = unsaved.note()
+        assert note.startswith(f"optimizers hold what their state_dict lacks: {named}. ") if named else note == ""
+        unsaved = UnsavedOptimizers([optimizer])

@@ -47,7 +47,7 @@ from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
-from lastgasp.pytorch.unsaved import Unsaved, users_parts
+from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
 
 __all__ = [
     "CHANGED",
@@ -85,6 +85,8 @@ __all__ = [
     "TorchState",
     "Unreduced",
     "Unsaved",
+    "UnsavedData",
+    "UnsavedOptimizers",
     "as_tensor",
     "at_first_bytes",
     "buffers_of",

@@ -8,12 +8,14 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lastgasp.pytorch.extrastate import has_extra_state
 from lastgasp.pytorch.uservalues import Root, is_users
@@ -50,8 +52,7 @@ class Unsaved:
         if not changed:
             return ""
         what = "modules" if self._roots is None else "objects"
-        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-        return (f"training has changed what {what} keep beside their state: {', '.join(changed[:_NAMED])}{more}. No "
+        return (f"training has changed what {what} keep beside their state: {_some(changed)}. No "
                 "checkpoint holds it, so a process that begins anew has the script's. Persistent buffers are saved, "
                 f"and so is what {self._saved} returns")  # fmt: skip
 
@@ -62,6 +63,109 @@ class Unsaved:
             if is_users(type(root.value)):
                 held = getattr(root.value, "__dict__", {})
                 yield from _known(root.name, {name: value for name, value in held.items() if name not in root.skip})
+
+
+class UnsavedData:
+    """The same of what gives the data: data sets, samplers and collate functions of the user's classes.
+
+    What has a `state_dict` counts as saved, and what is told its epoch (`set_epoch` of a sampler) is told again. The
+    content of iterable data sets is not looked at: their loader is compared by what it gives.
+
+    Attributes:
+        new: nothing was looked at yet.
+    """
+
+    def __init__(self) -> None:
+        self.new = True
+        self._before: list[tuple[str, weakref.ref[Any], dict[str, bytes]]] = []
+
+    def look_at(self, loaders: Iterable[object]) -> None:
+        """Note how they are. Call it behind the first step of a training: its first pass has begun then."""
+        self.new, self._before = False, []
+        for one in {id(part): part for loader in loaders for part in _parts_of(loader, _DEEP)}.values():
+            try:
+                self._before.append((type(one).__name__, weakref.ref(one), dict(_plain(one))))
+            except Exception:  # of the user's own kind
+                continue
+
+    def note(self) -> str:
+        """What to note where a step is done again, or a process begins anew; empty where nothing has changed."""
+        changed: list[str] = []
+        try:
+            for place, found, before in self._before:
+                if (one := found()) is not None:
+                    changed += [f"{place}.{name}" for name, now in _plain(one) if before.get(name) not in (None, now)]
+        except Exception:  # the user's objects, which training may be changing at this moment
+            return ""
+        return (
+            f"training has changed what gives its data: {_some(changed)}. No checkpoint holds that: a process that "
+            "begins anew has the script's, and one that goes on may have the step twice that is done again"
+        ) if changed else ""  # fmt: skip
+
+
+class UnsavedOptimizers:
+    """What optimizers hold that their `state_dict` lacks: another optimizer inside (SAM), numbers of the user's class.
+
+    One with a `state_dict` of its own is trusted to save all.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self._optimizers = [one for one in optimizers if type(one).state_dict is torch.optim.Optimizer.state_dict]
+        self._before = dict(self._values())
+
+    def note(self) -> str:
+        """As of `Unsaved`; it is lost wherever optimizers are made anew."""
+        try:
+            changed = [name for name, value in self._values() if self._before.get(name) != value]
+        except Exception:  # a state that training is changing at this moment
+            return ""
+        return (
+            f"optimizers hold what their state_dict lacks: {_some(changed)}. A resumed run begins without it. Give the "
+            "optimizer a state_dict and a load_state_dict that have it"
+        ) if changed else ""  # fmt: skip
+
+    def _values(self) -> Iterator[tuple[str, bytes]]:
+        for one in self._optimizers:
+            inner = {n: v for n, v in vars(one).items() if isinstance(v, torch.optim.Optimizer)}
+            own = {n: v for n, v in vars(one).items() if n not in _OPTIMIZER and n[0] != "_" and is_users(type(one))}
+            yield from _known(type(one).__name__, own | {n: _changes_of(v) for n, v in inner.items()
+                                                         if v.state is not one.state})  # fmt: skip
+
+
+_OPTIMIZER = ("defaults", "state", "param_groups")
+
+
+def _changes_of(optimizer: torch.optim.Optimizer) -> int:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return len(states) + sum(value._version for value in states if isinstance(value, Tensor))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+_DEEP = 5
+_DATA = ("dataset", "datasets", "sampler", "batch_sampler", "_sampler", "collate_fn", "transform", "transforms")
+"""Attributes in which loaders, data sets and samplers keep one another."""
+
+
+def _parts_of(owner: object, deep: int) -> Iterator[object]:
+    held = getattr(owner, "__dict__", {})
+    for name in _DATA:
+        found = held.get(name)
+        for one in found if isinstance(found, list | tuple) else [found]:
+            if one is None or not deep:
+                continue
+            if is_users(type(one)) and not isinstance(one, IterableDataset) and not hasattr(one, "state_dict"):
+                yield one
+            yield from _parts_of(one, deep - 1)
+
+
+def _plain(one: Any) -> Iterator[tuple[str, bytes]]:
+    if hasattr(one, "set_epoch") and not hasattr(one, "__getitem__"):
+        return
+    held = getattr(one, "__dict__", {})
+    yield from _known("", {name: value for name, value in held.items() if not isinstance(value, dict)})  # caches
 
 
 def users_parts(module: nn.Module) -> list[Root]:

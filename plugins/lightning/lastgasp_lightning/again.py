@@ -221,6 +221,7 @@ class LightningAgain(AgainHere):
 
     def before_dump(self, step: int) -> None:
         """Plain values of this step are put back first, so that `state_dict` methods have them."""
+        self.run.note_lost()
         values = self.run.state.values
         found = values.of(step) if values is not None else None
         if found is not None:

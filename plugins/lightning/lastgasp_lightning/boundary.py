@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 from lastgasp_lightning.compat import Undo, own_dict, replace_method
 
@@ -22,8 +23,9 @@ class UpdateWatch:
 
     Automatic optimization: `begin` is called by the callback in `on_before_optimizer_step` (torch's own
     pre-hook fires before the forward pass there, docs/facts/lightning.md); torch's post-hook ends the update.
-    Manual optimization: torch's pre-hook begins; the window stays open until `close`, because another
-    optimizer may follow.
+    Where the module's `optimizer_step` calls the closure itself, the hook is not called: a step without a closure, or
+    one of an optimizer that the optimizer holds (SAM's), begins it. Manual optimization: torch's pre-hook begins; the
+    window stays open until `close`, because another optimizer may follow.
 
     Args:
         before_update: called once per batch, before the first parameter changes.
@@ -31,6 +33,7 @@ class UpdateWatch:
 
     Attributes:
         aside: returns whether the optimizers' steps do not belong to training (a tuner's).
+        uncounted: manual optimization: an optimizer within one has made a step, and Lightning has counted none.
     """
 
     def __init__(self, before_update: _Event, further: _Event) -> None:
@@ -38,8 +41,7 @@ class UpdateWatch:
         self._handles: list[Any] = []
         self.aside: Callable[[], bool] = lambda: False
         self.automatic = True
-        self.begun = False
-        self.inside = False
+        self.begun = self.inside = self.uncounted = False
         self.baseline = (0, 0)
         self._counters: dict[str, int] = {"ready": 0, "completed": 0}
 
@@ -49,10 +51,15 @@ class UpdateWatch:
             return
         self.automatic = bool(trainer.lightning_module.automatic_optimization)
         self._counters = vars(trainer.fit_loop.epoch_loop.scheduler_progress.total)
+        own = is_overridden("optimizer_step", trainer.lightning_module)
         for optimizer in trainer.optimizers:
             if not self.automatic:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            elif own:
+                self._handles.append(optimizer.register_step_pre_hook(self._without_closure))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            for inner in [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]:
+                self._handles.append(inner.register_step_pre_hook(self._inner))
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
@@ -71,7 +78,16 @@ class UpdateWatch:
 
     def close(self) -> None:
         """The boundary was captured: the window is over."""
-        self.begun = self.inside = False
+        self.begun = self.inside = self.uncounted = False
+
+    def _without_closure(self, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not any(args[1:]) and not any(options.values()):  # the first one is the optimizer
+            self._before_step()
+
+    def _inner(self, *_: object) -> None:
+        if self.automatic:
+            self._before_step()
+        self.uncounted = not (self.automatic or self.begun)
 
     def _before_step(self, *_: object) -> None:
         if not self.aside():

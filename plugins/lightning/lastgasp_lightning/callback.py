@@ -164,6 +164,8 @@ class LastGasp(Enters, Callback):
         step = run.state.boundary()  # type: ignore[union-attr]
         if step is not None:
             run.complete(step)  # type: ignore[union-attr]
+        elif run.state.watch.uncounted:  # type: ignore[union-attr]
+            run.uncounted()  # type: ignore[union-attr]
         run.progress("data")  # type: ignore[union-attr]
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:

@@ -44,9 +44,14 @@ class ExtraStates:
         self.moving.closes(step)
         return data, self._modules.step_over(step), step
 
-    def missing(self, taken: Taken) -> str:
-        """What to note on a checkpoint that has only `taken` of the boundary; empty where that is all."""
-        return "; ".join(filter(None, (self._modules.missing(taken[1]), self.moving.missing(taken[2]))))
+    def missing(self, taken: Taken, exchanged: bool) -> str:
+        """What to note on a checkpoint that has only `taken` of the boundary; empty where that is all.
+
+        Args:
+            exchanged: parameters are others at the moment, and are known to be.
+        """
+        moved = "" if exchanged else self.moving.missing(taken[2])
+        return "; ".join(filter(None, (self._modules.missing(taken[1]), moved)))
 
     def put(self, checkpoint: dict[str, Any], taken: Taken) -> None:
         """Put what `take` returned into a checkpoint of Lightning's."""

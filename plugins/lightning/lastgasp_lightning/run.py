@@ -19,7 +19,15 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
-from lastgasp.adapter.torch import WORKERS, GaspSource, Unreduced, process_groups, save_verified
+from lastgasp.adapter.torch import (
+    WORKERS,
+    GaspSource,
+    Unreduced,
+    UnsavedData,
+    UnsavedOptimizers,
+    process_groups,
+    save_verified,
+)
 from lastgasp_lightning.again import (
     IN_PLACE,
     LightningAgain,
@@ -30,6 +38,7 @@ from lastgasp_lightning.again import (
     tell_others,
 )
 from lastgasp_lightning.boundary import before_calls, before_updates
+from lastgasp_lightning.buffers import Exchange
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.enters import Enters
@@ -84,6 +93,8 @@ class LightningRun(Training):
             self.life.alike_before = True
         self.session = session = self.life.session
         self.progress, self.state.say, self.state.gate = session.progress, session.note, session.before_update
+        leads = session.backend.backend == "embedded"  # another engine counts updates itself
+        self.state.exchange = Exchange(session.before_update, session.status if leads else None)
         fit.note = session.note
         fit.tell_of_others()
         self.tuning = Tuning(trainer, session.status, self.resume.pending)
@@ -93,6 +104,7 @@ class LightningRun(Training):
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
         self.not_saved: Callable[[], str] = str
+        self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
@@ -182,6 +194,7 @@ class LightningRun(Training):
             recorder=self.state.recorder, writer=self.writer, config=self.config, alike=lambda: life.alike,
         )  # fmt: skip
         source.present, self.not_saved = self.selector.present, unsaved_of(self.trainer).note
+        self._optimizers = UnsavedOptimizers(self.trainer.optimizers)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:
@@ -214,6 +227,14 @@ class LightningRun(Training):
         if snapshot is not None:
             self._unreduced.step_over(snapshot.flags[0])
 
+    def uncounted(self) -> None:
+        """Manual optimization has changed parameters, and Lightning has counted no step."""
+        names = ", ".join(type(one).__name__ for one in self.trainer.optimizers)
+        self.session.note(
+            f"a batch has changed parameters without optimizer.step() ({names}): Lightning counts no step, so none can "
+            "be saved. Have the module call step() of what self.optimizers() returns"
+        )
+
     def _backward(self) -> None:
         """From here on this rank may wait for its peers, and they may make the step without it."""
         self.progress("backward")
@@ -234,6 +255,7 @@ class LightningRun(Training):
         """The first step since `fit` began, also again: what was held then is not needed any more."""
         self.mark_step = mark_step
         mark_step(step)
+        self._data.look_at(self.state.position.loaders)
         self._again_here.forget()
 
     # -- called by the seam -------------------------------------------------------------------------------
@@ -259,12 +281,21 @@ class LightningRun(Training):
         """A gasp is written, with which a new process is to begin: note what it does not have."""
         if note := self.not_saved():
             self.session.note(note)
+        self.note_lost()
+
+    def note_lost(self) -> None:
+        """Note what is lost also where the fit is entered again, whose data are what they are by then."""
+        for note in self._lost():
+            self.session.note(note)
+
+    def _lost(self) -> list[str]:
+        return [note for note in (self._data.note(), self._optimizers.note()) if note]
 
     def annotate(self, checkpoint: dict[str, Any]) -> None:
         """As `LightningState.annotate`; who resumes is told what the checkpoint does not have."""
         self.state.annotate(checkpoint)
         if KEY in checkpoint:
-            checkpoint[KEY]["not_saved"] = self.not_saved()
+            checkpoint[KEY]["not_saved"] = "; ".join(filter(None, (self.not_saved(), *self._lost())))
 
     def digests(self) -> Digests:
         """As `Training` says."""

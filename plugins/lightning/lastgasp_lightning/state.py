@@ -22,7 +22,7 @@ from lastgasp.adapter.torch import AuxRecorder, BucketLayout, decode_aux, digest
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
 from lastgasp_lightning.boundary_form import patch_groups, saved_steps, set_batch_progress
-from lastgasp_lightning.buffers import with_averages
+from lastgasp_lightning.buffers import Exchange, with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
 from lastgasp_lightning.metrics import OwnAccumulators, encode_results, unsaved
@@ -63,6 +63,7 @@ class LightningState:
         gate: called once per batch before parameters change, and may block.
         say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
+        exchange: with which averaged weights a callback validates. Set before `install`.
         shards: where each rank holds a part of the state; values: the `ValuesOfSteps`, if any. Set before `install`.
         completed: called for each step that `boundary` has not returned.
     """
@@ -87,6 +88,7 @@ class LightningState:
         self._in_module_hook = self._fresh = self._later = self._faulted = False
         self.shards: LightningShards | None = None
         self.values: Any = None
+        self.exchange = Exchange(_nothing, None)
         self.completed: Callable[[int], None] = _nothing_of
 
     # -- life cycle ---------------------------------------------------------------------------------------
@@ -120,6 +122,7 @@ class LightningState:
             wrap_batch_end(module, self._enter_module_hook, self._leave_module_hook),
             before_calls(epoch.val_loop, "run", self.before_side_effects),
             before_calls(trainer.fit_loop, "on_advance_end", self.before_side_effects),
+            self.exchange.install(trainer),
         ]
 
     def uninstall(self) -> None:
@@ -292,7 +295,7 @@ class LightningState:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
         """
         snapshot = self.require(step)
-        if missing := self._snapshots.extra.missing(snapshot.extra):
+        if missing := self._snapshots.extra.missing(snapshot.extra, self.exchange.done):
             self._note(missing)
         self._refuse_collectives()
         checkpoint = self.dump_live()
@@ -441,10 +444,5 @@ class LightningState:
         checkpoint["lr_schedulers"] = snapshot.schedulers
         checkpoint["callbacks"].update(snapshot.callbacks)
         patch_groups(checkpoint["optimizer_states"], snapshot.groups)
-        live = {t.data_ptr(): n for n, t in self._holder.named_buffers(remove_duplicate=False)}
-        for states in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):
-            for name, value in states.items():
-                # by address: a strategy or a callback may have put other tensors there
-                if isinstance(value, torch.Tensor) and live.get(value.data_ptr()) in record["buffers"]:
-                    states[name] = record["buffers"][live[value.data_ptr()]]
+        self.exchange.put(checkpoint, record["buffers"], self._holder)
         self._snapshots.extra.put(checkpoint, snapshot.extra)

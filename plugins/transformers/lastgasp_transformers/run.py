@@ -111,6 +111,7 @@ class Run:
         self._random: bytes | None = None
         self._good: set[Path] = set()
         self._loaded = ""
+        self._loaders: list[object] = []
         self._as_set: shared.AsSet | None = None
         self._trial: Path | None = None
 
@@ -147,6 +148,7 @@ class Run:
         trainer, core, session = self._trainer, self.core, self.session
         self.training = training = Training(trainer, self._data, core.place, session)
         training.state.as_set = self._as_set or training.state.as_set  # as before a checkpoint was loaded
+        training.loaders = self._loaders
         core.on_close(training.recorder.close, last=True)
         core.on_close(training.close)
         writer = adapter.ManifestWriter(FORMAT, core.place, lambda: self._fit, core.config.sha256)
@@ -210,6 +212,7 @@ class Run:
     def _around_get_train_dataloader(self, original: Any) -> Any:
         loader = original()
         self._data.follow(getattr(loader, "base_dataloader", None))
+        self._loaders = [loader, getattr(loader, "base_dataloader", None)]
         return loader
 
     def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
@@ -271,6 +274,8 @@ class Run:
         if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
             given["num_update_steps_per_epoch"] = steps
         exact = position is not None and self._data.followed and not trainer.args.ignore_data_skip
+        if trainer.args.ignore_data_skip:
+            self.session.note("ignore_data_skip=True: the epoch under way begins once more, with its first data")
         if batches and trainer.args.dataloader_num_workers:
             self.session.note(shared.WORKERS)
         if position is not None and exact:

@@ -44,6 +44,7 @@ class Training(adapter.Training):
         session: the engine's.
 
     Attributes:
+        loaders: that give the data.
         phase: of the step under way, from its update on; empty before.
         epoch, batches: the epoch under way, and how many batches it has.
         done, updates: the steps of it that are complete, and how many it has.
@@ -64,8 +65,10 @@ class Training(adapter.Training):
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
         self._buckets = shared.BucketLayouts(self.state)
         self._unsaved = unsaved_of(trainer)
+        self._unsaved_data, self._optimizers = shared.UnsavedData(), shared.UnsavedOptimizers([self._optimizer])
         self._moving = shared.MovingParameters(self.state.container, session.note)
         self.gasps: adapter.StateSource
+        self.loaders: list[object] = []
         self._boundary: Record = {}
         self._scheduled: Record = {}
         self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
@@ -127,6 +130,8 @@ class Training(adapter.Training):
             "sums": {name: getattr(trainer, name) for name in _SUMS},
             "torch": self.state.snapshot(self.step, 0),
         }
+        if self._unsaved_data.new:
+            self._unsaved_data.look_at(self.loaders)
         self._buckets.look()
         self._moving.closes(self.step)
         self.phase = ""
@@ -155,7 +160,7 @@ class Training(adapter.Training):
             "buckets": self._buckets.layouts,
             "flags": self.state.flags.record(boundary["torch"].flags),
             "as_set": self.state.as_set.values,
-            "not_saved": self._unsaved.note(),
+            "not_saved": "; ".join(self._missing()),
         }
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
@@ -170,13 +175,17 @@ class Training(adapter.Training):
             aux = {**aux, rank: own}
         tensors = shared.buffers_of(step, aux, self.recorder, [rank]) | self._moving.held(step)
         dump = self.state.dump(boundary["torch"], tensors, None)
-        for missing in filter(None, (self._moving.missing(step), self._unsaved.note())):
+        for missing in filter(None, (self._moving.missing(step), *self._missing())):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
         write_checkpoint(staged, self.trainer, dump, self.record(aux) | {"not_saved": ""},
                          boundary["state"] | {"stateful_callbacks": callbacks})  # fmt: skip
         if self._require(step) is not boundary:
             raise NotSaveable(f"step {step} ended while it was being written")
+
+    def _missing(self) -> list[str]:
+        found = self._unsaved.note(), self._unsaved_data.note(), self._optimizers.note()
+        return [note for note in found if note]
 
     def _require(self, step: int) -> Record:
         if self._boundary.get("step") != step:
