@@ -289,27 +289,61 @@ def test_stochastic_weight_averaging_continues_with_its_learning_rate(tmp_path: 
 class InValidation(L.Callback):
     """Raises while the averaged weights are in the module."""
 
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     def on_validation_batch_start(self, trainer: L.Trainer, *args: object) -> None:
-        if trainer.global_step >= 6 and not trainer.sanity_checking:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
             raise Boom
 
 
-def averaged(job: Job, *more: L.Callback) -> dict[str, Tensor]:
+class Averages(L.Callback):
+    """As in many repositories: an average of its own, in the module while that validates."""
+
+    def __init__(self) -> None:
+        self.average, self.own = dict[str, Tensor](), dict[str, Tensor]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        self.average = {n: (self.average.get(n, p) + p).detach() / 2 for n, p in module.named_parameters()}
+
+    def put(self, module: L.LightningModule, values: dict[str, Tensor]) -> None:
+        for name in values:
+            module.get_parameter(name).data.copy_(values[name])
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.own = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self.put(module, self.average)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.put(module, self.own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.average
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict
+
+
+AVERAGES: dict[str, Any] = {"lightning's": lambda: EMAWeightAveraging(decay=0.5), "own": Averages}
+
+
+def averaged(job: Job, whose: str, *more: L.Callback) -> dict[str, Tensor]:
     job.restart()
     seed(7)
     model, loader = Small(), DataLoader(data(), 4)
-    fit(job.make(EMAWeightAveraging(decay=0.5), *more), model, loader, val_dataloaders=loader)
+    fit(job.make(AVERAGES[whose](), *more), model, loader, val_dataloaders=loader)
     return weights(model)
 
 
-def test_a_fault_while_averaged_weights_validate_saves_the_models_own(tmp_path: Path) -> None:
-    """WeightAveraging has exchanged both by then; the checkpoint has each in its place, and nothing to note."""
-    straight = averaged(Job(tmp_path / "straight"))
+@pytest.mark.parametrize(("whose", "step"), [("lightning's", 6), ("own", 12)])
+def test_a_fault_while_averaged_weights_validate_saves_the_models_own(tmp_path: Path, whose: str, step: int) -> None:
+    """Each is in its place, with nothing to note; a callback of the user's is known from its first validation on."""
+    straight = averaged(Job(tmp_path / "straight"), whose)
     job = Job(tmp_path / "faulted")
-    averaged(job, InValidation())
+    averaged(job, whose, InValidation(step))
     [incident] = incidents(tmp_path / "faulted/ckpts")
-    assert (incident.step_saved, [note for note in incident.notes if "parameters" in note]) == (6, [])
-    resumed = averaged(job)
+    assert (incident.step_saved, [note for note in incident.notes if "parameters" in note]) == (step, [])
+    resumed = averaged(job, whose)
     assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
 
 

@@ -94,6 +94,36 @@ def test_a_parameter_that_moves_before_the_update_is_saved_as_it_was(tmp_path: P
     assert torch.equal(saved, values[-1])
 
 
+class Averaging(Trainer):  # type: ignore[misc,unused-ignore]
+    """Evaluates other weights than it trains; raises in the second evaluation."""
+
+    own: dict[str, torch.Tensor]
+
+    def evaluate(self, *args: Any, **more: Any) -> Any:
+        """With half of each."""
+        weights: Any = self.model
+        self.own = {name: p.detach().clone() for name, p in weights.named_parameters()}
+        for p in weights.parameters():
+            p.data.mul_(0.5)
+        found = super().evaluate(*args, **more)
+        if self.state.global_step == 8:
+            raise InjectedFault("while the others are in the model")
+        for name, p in weights.named_parameters():
+            p.data.copy_(self.own[name])
+        return found
+
+
+def test_weights_that_an_evaluation_exchanges_are_not_saved_for_the_models(tmp_path: Path) -> None:
+    given: Any = arguments(str(tmp_path), "plain")
+    one = Averaging(model(), given, train_dataset=Tokens(12, True), eval_dataset=Tokens(8), callbacks=[LastGasp()])
+    with pytest.raises(InjectedFault):
+        one.train()
+    saved = load_file(tmp_path / "checkpoint-8/model.safetensors")
+    assert saved
+    assert [name for name in saved if not torch.equal(saved[name], one.own[name])] == []
+    assert not [note for incident in incidents(tmp_path) for note in incident.notes if "parameters" in note]
+
+
 class Weighed(Tokens):
     """Counts how often each row was read."""
 

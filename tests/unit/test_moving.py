@@ -103,3 +103,40 @@ def test_where_there_is_no_room_it_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _no_room(self: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("change", [by_data, through_data, in_place, exchanged])
+def test_what_a_validation_changes_is_kept_from_the_second_one_on(change: Callable[[nn.Module], None]) -> None:
+    """Averaged weights are put into the model for it, and its own ones back; no step is to copy them for that."""
+    model = both()
+    found = MovingParameters(model, lambda _: None)
+    for step in range(1, 5):
+        found.opens()
+        assert found.held(step - 1) == {}
+        found.closes(step)
+        own = [p.detach().clone() for p in model.parameters()]
+        found.aside()
+        change(model["other"])
+        found.in_aside()
+        found.aside()  # the end of the epoch: those of the step stay what counts
+        held, missing = found.held(step), found.missing(step)
+        if step == 1:
+            assert held == {}
+            assert missing.startswith("2 parameters were changed since the end of step 1")
+        else:
+            assert missing == ""
+            assert all(torch.equal(a, b) for a, b in zip(held.values(), own, strict=True))
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), own, strict=True):
+                p.data.copy_(value)
+
+
+def test_a_validation_that_changes_nothing_costs_no_copies() -> None:
+    model = both()
+    found = MovingParameters(model, lambda _: None)
+    for step in range(1, 4):
+        found.opens()
+        found.closes(step)
+        found.aside()
+        found.in_aside()
+        assert (found.held(step), found.missing(step)) == ({}, "")

@@ -50,11 +50,14 @@ class MovingParameters:
         self._moving: dict[str, int] = {}
         self._kept: dict[str, Tensor] = {}
         self._step, self._opened = -1, list[str]()
-        self._open = False
+        self._open = self._changes = False
+        self._aside: list[tuple[_Where, Seen]] | None = []
+        self._aside_kept: dict[str, Tensor] = {}
 
     def closes(self, step: int) -> None:
         """A step has ended: copy what moves, and look at some of the rest."""
         self._step, self._open = -1, False
+        self._aside, self._aside_kept = None, {}
         if self._moving:
             self._copy(step)
         count = len(self._all)
@@ -67,9 +70,33 @@ class MovingParameters:
             if (live := _live(where)) is not None:
                 seen.changed(live)
 
+    def aside(self) -> None:
+        """What is due after a step may change parameters (a validation with averaged weights): look at all of them.
+
+        From the second time on that they change, or if one has, all are copied before.
+        """
+        if self._aside is not None:
+            return
+        self._aside = [(where, Seen()) for where in self._all]
+        for where, seen in self._aside:
+            if (live := _live(where)) is not None:
+                seen.changed(live)
+        if self._changes:
+            try:
+                found = ((where[0], _live(where)) for where in self._all)
+                self._aside_kept = {name: p.detach().clone() for name, p in found if p is not None}
+            except RuntimeError as error:  # no memory for it; `missing` says what that costs
+                log.info("parameters cannot be copied before a validation: %s", str(error).splitlines()[0])
+
+    def in_aside(self) -> None:
+        """A validation is under way: know whether it changes parameters. Call it once others have begun."""
+        if self._aside and not self._changes:
+            self._changes = bool(_moved(self._aside))
+
     def opens(self) -> None:
         """An update is about to begin: compare what was looked at with how it was at the end of the last step."""
-        self._opened, self._open = self._moved(), True
+        self.in_aside()
+        self._opened, self._open = _moved(self._looked_at), True
         new = [name for name in self._opened if name not in self._moving]
         self._quiet = 0 if self._opened else self._quiet + 1
         if new:
@@ -80,10 +107,6 @@ class MovingParameters:
                      len(self._moving), _some(self._moving))  # fmt: skip
         elif self._moving and self._quiet >= _PATIENCE:
             self._moving, self._kept = {}, {}
-
-    def _moved(self) -> list[str]:
-        rows = ((where, seen, _live(where)) for where, seen in self._looked_at)
-        return [where[0] for where, seen, live in rows if live is not None and seen.differs_from(live)]
 
     def _copy(self, step: int) -> None:
         found = ((name, _live(self._all[number])) for name, number in self._moving.items())
@@ -103,16 +126,21 @@ class MovingParameters:
 
     def held(self, step: int) -> dict[str, Tensor]:
         """Name in the module's `state_dict` -> value at the end of `step`, of those that move. Any thread may ask."""
-        return self._kept if self._step == step else {}
+        return self._aside_kept or (self._kept if self._step == step else {})
 
     def missing(self, step: int) -> str:
         """What to note on a checkpoint of `step` that is made now; empty where all is as it was."""
-        held, moved = self.held(step), self._opened if self._open else self._moved()
+        held, moved = self.held(step), self._opened if self._open else _moved(self._aside or self._looked_at)
         lost = [name for name in moved if name not in held]
         return (
             f"{len(lost)} parameters were changed since the end of step {step}, before an update ({_some(lost)}): they "
             "are saved as they were at the fault, and a resume will not be bit-equal"
         ) if lost else ""  # fmt: skip
+
+
+def _moved(looked_at: list[tuple[_Where, Seen]]) -> list[str]:
+    rows = ((where, seen, _live(where)) for where, seen in looked_at)
+    return [where[0] for where, seen, live in rows if live is not None and seen.differs_from(live)]
 
 
 def _live(where: _Where) -> Tensor | None:

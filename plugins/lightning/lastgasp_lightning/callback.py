@@ -172,6 +172,7 @@ class LastGasp(Enters, Callback):
         """Progress, for the hang watchdog."""
         if self._run is not None and not trainer.sanity_checking:
             self._run.progress("validation")
+            self._run.validating()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Back to training."""

@@ -227,6 +227,11 @@ class LightningRun(Training):
         if snapshot is not None:
             self._unreduced.step_over(snapshot.flags[0])
 
+    def validating(self) -> None:
+        """A batch of a validation begins; by then it has the weights that it is to have."""
+        if not self.state.exchange.done:
+            self.state.moving.in_aside()
+
     def uncounted(self) -> None:
         """Manual optimization has changed parameters, and Lightning has counted no step."""
         names = ", ".join(type(one).__name__ for one in self.trainer.optimizers)

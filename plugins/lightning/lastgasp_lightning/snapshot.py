@@ -119,6 +119,7 @@ class Snapshotter:
         """Remember the states of ordinary callbacks, before validation or epoch end changes them."""
         if self._plain is not None:
             self._plain.verify()
+        self.extra.moving.aside()
         if not snapshot.all_callbacks:
             snapshot.callbacks = {**_states(self._stateful), **snapshot.callbacks}
             snapshot.all_callbacks = True

@@ -110,6 +110,7 @@ class LightningState:
         self.fit.look_at_optimizers()
         module = trainer.lightning_module
         self._snapshots = Snapshotter(trainer, self.shards is not None, self.values)
+        self.moving = self._snapshots.extra.moving
         # What is copied must be what the other ranks hold live: of a step, once the module's own hook has run.
         self._later = self.shards is not None and is_overridden("on_train_batch_end", module)
         self._accumulators = OwnAccumulators(trainer)
@@ -181,7 +182,7 @@ class LightningState:
 
     def _before_first_update(self) -> None:
         # The update does not use the random state of just before: a rank killed in it leaves that to the others.
-        self._snapshots.extra.moving.opens()
+        self.moving.opens()
         self._capture_unsettled()
         self.gate()
 

@@ -85,7 +85,7 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """A batch of an evaluation is progress. With DDP it goes past the wrapped model, which is the one followed."""
         if self.run is not None:
-            self.run.session.progress("validation")
+            self.run.evaluated()
 
 
 def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -205,7 +205,15 @@ class Run:
             self.marks.step_end(step)
         elif grad_norm is None:  # the end of an epoch, at which a resumed run stood
             grad_norm, learning_rate = training.last
+        if self._trainer.control.should_evaluate:
+            training.evaluates()
         original(tr_loss, grad_norm, *more, learning_rate=learning_rate)
+
+    def evaluated(self) -> None:
+        """A batch of an evaluation was made."""
+        self.session.progress("validation")
+        if hasattr(self, "training"):  # not where a callback evaluates before training begins
+            self.training.evaluating()
 
     # -- back to a boundary -------------------------------------------------------------------------------
 

@@ -137,6 +137,14 @@ class Training(adapter.Training):
         self.phase = ""
         return self.step
 
+    def evaluates(self) -> None:
+        """An evaluation is due, which may put other weights into the model."""
+        self._moving.aside()
+
+    def evaluating(self) -> None:
+        """A batch of it was made."""
+        self._moving.in_aside()
+
     def _capture(self, step: int, settled: bool, loss: torch.Tensor) -> None:
         own = _Own(loss.item(), float(self.trainer.current_flos), self._data.position)
         self.recorder.extra = msgspec.msgpack.encode(own)
