@@ -172,7 +172,7 @@ class Inside(torch.optim.SGD):
     """Steps by another optimizer, as SAM does."""
 
     def __init__(self, parameters: Any, shared: bool = False) -> None:
-        super().__init__(parameters, lr=0.1)
+        super().__init__(parameters, lr=0.1, momentum=0.9)
         self.base, self.calls = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9), 0
         if shared:
             self.base.state = self.state
