@@ -105,14 +105,14 @@ def _no_room(self: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no memory")
 
 
-@pytest.mark.parametrize("change", [by_data, through_data, in_place, exchanged])
+@pytest.mark.parametrize("change", [by_data, through_data, in_place])
 def test_what_a_validation_changes_is_kept_from_the_second_one_on(change: Callable[[nn.Module], None]) -> None:
     """Averaged weights are put into the model for it, and its own ones back; no step is to copy them for that."""
     model = both()
     found = MovingParameters(model, lambda _: None)
     for step in range(1, 5):
         found.opens()
-        assert found.held(step - 1) == {}
+        assert found.held(step) == {}
         found.closes(step)
         own = [p.detach().clone() for p in model.parameters()]
         found.aside()

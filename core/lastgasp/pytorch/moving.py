@@ -53,11 +53,12 @@ class MovingParameters:
         self._open = self._changes = False
         self._aside: list[tuple[_Where, Seen]] | None = []
         self._aside_kept: dict[str, Tensor] = {}
+        self._last = -1
 
     def closes(self, step: int) -> None:
         """A step has ended: copy what moves, and look at some of the rest."""
         self._step, self._open = -1, False
-        self._aside, self._aside_kept = None, {}
+        self._aside, self._aside_kept, self._last = None, {}, step
         if self._moving:
             self._copy(step)
         count = len(self._all)
@@ -126,7 +127,9 @@ class MovingParameters:
 
     def held(self, step: int) -> dict[str, Tensor]:
         """Name in the module's `state_dict` -> value at the end of `step`, of those that move. Any thread may ask."""
-        return self._aside_kept or (self._kept if self._step == step else {})
+        if self._aside_kept and self._last == step:
+            return self._aside_kept
+        return self._kept if self._step == step else {}
 
     def missing(self, step: int) -> str:
         """What to note on a checkpoint of `step` that is made now; empty where all is as it was."""
