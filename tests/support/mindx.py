@@ -172,6 +172,9 @@ class Agent:
             "LASTGASP_ATTEMPT": str(self._attempt), "MINDX_TASK_ID": "task", "POD_IP": HOST,
             "RESTART_FAULT_PROCESS_TYPE": kind,
         }  # fmt: skip
+        if kind == "new pod":  # its agent counts otherwise
+            del env["LASTGASP_ATTEMPT"]
+            env |= {"RESTART_FAULT_PROCESS_TYPE": "pod", "TORCHELASTIC_RESTART_COUNT": str(self._attempt + 7)}
         with self._lock:
             self._of[rank] = subprocess.Popen(self._command, env=env)
 
@@ -199,7 +202,7 @@ class Agent:
         while not wanted.exists():
             time.sleep(0.01)
         if self._attempt == attempt:
-            self.start_anew(ranks, "pod")
+            self.start_anew(ranks, "new pod")
 
     def _wait(self, clusterd: ClusterD) -> list[int]:
         """Until all have ended; in the end whoever has not is killed, as by TaskD."""

@@ -91,6 +91,7 @@ def test_survivors_and_a_new_process_agree_where_they_meet(
 ) -> None:
     """The controller counts fewer incarnations: it does not see a repair in which nobody joins it anew."""
     monkeypatch.setenv(LED, "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     agents = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(agents.port))
@@ -106,7 +107,11 @@ def test_survivors_and_a_new_process_agree_where_they_meet(
     other = of(1, "" if lost == 1 else "4")
     place = Place(rank=0, world_size=2, replicas=data_parallel(2), attempt=3, job="j")
     first.tell(Contact("10.0.0.1:5", "never told"), place)
-    assert other.job() == Job("10.0.0.1:5", "j", 3)
+    assert other.job() == Job("10.0.0.1:5", "j", 3, "2")
+    assert other.job().environment == {
+        "LASTGASP_CONTROLLER": "10.0.0.1:5", "LASTGASP_JOB": "j", "LASTGASP_ATTEMPT": "3",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+    }  # fmt: skip
     again = gone_on(Repaired(1, 8, 0, (lost,))).again
     assert again is not None
     for one in (first, other):

@@ -29,6 +29,8 @@ log = logging.getLogger("lastgasp")
 
 LIMIT = 15.0
 """Seconds for the store to answer."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""With older versions of torch, and with TaskD's patch, part of the name by which ranks find each other."""
 CONTACT, CODE, NUMBER, JOINS, PORT = "contact", "code", "number", "joins", "port"
 
 
@@ -38,6 +40,13 @@ class Job(msgspec.Struct, frozen=True):
     address: str
     name: str
     attempt: int
+    restarts: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What torch and lastgasp read in a process that joins. Its agent may be younger, and count otherwise."""
+        found = {"LASTGASP_CONTROLLER": self.address, "LASTGASP_JOB": self.name, "LASTGASP_ATTEMPT": str(self.attempt)}
+        return found | ({RESTARTS: self.restarts} if self.restarts else {})
 
 
 class Meeting:
@@ -66,7 +75,7 @@ class Meeting:
 
     def tell(self, contact: Contact, place: Place) -> None:
         """How this attempt's controller is reached."""
-        job = Job(contact.address, place.job, place.attempt)
+        job = Job(contact.address, place.job, place.attempt, os.environ.get(RESTARTS, ""))
         self._store.set(CONTACT, msgspec.json.encode(job).decode())
 
     def job(self) -> Job:
@@ -161,10 +170,7 @@ def join(fewer: bool = False) -> Held | None:
         return None
     again = gone_on(joined.joins(place)).again
     assert again is not None
-    job = place.job()
-    os.environ.update(
-        {"LASTGASP_CONTROLLER": job.address, "LASTGASP_JOB": job.name, "LASTGASP_ATTEMPT": str(job.attempt)}
-    )
+    os.environ.update(place.job().environment)
     held = Held(place.of(again))
     os.environ.update(held.again.environment | {LED: place.joins})
     return held
