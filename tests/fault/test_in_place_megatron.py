@@ -16,7 +16,7 @@ from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
-from support.megatron.job import DIST_OPT, TENSOR, TWO_INSTANCES, GptJob
+from support.megatron.job import DIST_OPT, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
 from support.megatron.matrix import LAYOUTS, MOMENTS, OF_ARENAS, OF_EXPERTS, Case, flags_of
 
 Losses = dict[tuple[int, int], list[list[str]]]
@@ -125,8 +125,11 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None
         ("--bf16", 2, "kind=sigkill,rank=0,step=4,phase=backward;"
          "kind=sigkill,rank=1,step=9,phase=backward,incarnation=1", (0, 1)),
         ("--bf16 --eval-iters 2 --eval-interval 3 --num-workers 1", 2, "kind=sigkill,rank=1,step=6,phase=data", (1,)),
+        (f"--bf16 {PIPELINE} {DIST_OPT} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce "
+         "--overlap-param-gather", 4, "kind=sigkill,rank=3,step=6,phase=forward", (3,)),
     ],
-    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults", "evaluation"],
+    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults", "evaluation",
+         "virtual-stages"],
 )  # fmt: skip
 def test_more_of_them(
     flags: str, ranks: int, faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
