@@ -235,3 +235,23 @@ def test_metrics_that_have_more_than_their_state_says_are_named(tmp_path: Path) 
     trainer.fit(model, data(), data())
     model.kept.update(1.0)
     assert unsaved(trainer) == ["mean"]
+
+
+def test_a_step_that_ddp_never_came_to_does_not_stay_in_the_place_of_forward(tmp_path: Path) -> None:
+    """Lightning redirects `forward` to a step; a peer's death is raised by DDP before: `self(x)` would be the step."""
+    module = Net()
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer.strategy._lightning_module = module
+    kept = KeptTrainer(trainer, module)
+
+    class Raises(nn.Module):
+        """As DDP, when a peer is gone."""
+
+        def forward(self, *args: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer.strategy._forward_redirection(Raises(), module, "training_step", [torch.ones(2, 4)], 0)
+    assert vars(module)["forward"] != Net.forward
+    kept._renew_module()
+    assert "forward" not in vars(module)

@@ -55,6 +55,7 @@ class KeptTrainer:
         self._loops = _loops(trainer.fit_loop)
         self._replaced = [(one, set(vars(one))) for one in (trainer.strategy, trainer.strategy.precision_plugin)]
         self._random = rng.RngRecorder().snapshot()
+        self._forward = vars(model).get("forward")
 
     def renew(self, state: UserValues | None) -> None:
         """Between two entries: nothing of the last entry goes on. Where parts are sharded its process groups are
@@ -102,6 +103,10 @@ class KeptTrainer:
     def _renew_module(self) -> None:
         module = self._module
         self._modes.renew()
+        own = vars(module)
+        own.pop("forward", None)  # Lightning's redirection to a step, where DDP has raised before it came to it
+        if self._forward is not None:
+            own["forward"] = self._forward
         for parameter in module.parameters():
             parameter.grad = None
         module._current_fx_name = None
