@@ -65,13 +65,15 @@ def test_an_exception_behind_each_update_does_not_restart_the_job_for_ever(tmp_p
     assert [incident.step_saved for incident in incidents(tmp_path / "d")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("how", "attempts"), [("behind", 1), ("slain", 2)])
+@pytest.mark.parametrize(("how", "attempts"), [("behind", 1), ("slain", 2), ("late", 1)])
 def test_what_fails_behind_the_training_does_not_train_again_for_ever(how: str, attempts: int, tmp_path: Path) -> None:
     """No checkpoint of the last step is there, so that each attempt would train once more, which counts as progress."""
     done = finish(run(WORKER, tmp_path / "d", how, 3), tmp_path)
     assert done.returncode == 1, done.output[-4000:]
     assert [len(told(tmp_path / "d", attempt)) for attempt in range(3)] == [2] * attempts + [0] * (3 - attempts)
     said = "all ranks had completed their training, and what the script does after it failed (exit code "
+    if how == "late":
+        said = "the script had come to its end on all ranks, and one was killed behind it (exit code "
     assert done.output.count(said) == attempts, done.output[-4000:]
     assert f"lastgasp: stopped: {said}" in done.output
     assert (f"{said}-9); restarting, attempt 2 of " in done.output) == (how == "slain")

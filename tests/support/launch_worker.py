@@ -9,12 +9,14 @@ gated N     as once, but the first attempt waits after its first step for the fi
 stuck N     N steps, then blocks in C until it is released
 behind N    as train, then rank 1 ends with code 1, in every attempt
 slain N     as train, then rank 1 kills itself, in every attempt
+late N      the same, once the script has come to its end
 export N    as train, then saves its result once the file DIRECTORY/go is there
 refuse N    refuses to start, as what finds a wrong setting does; N is of no account
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -68,7 +70,10 @@ def main() -> None:
 
 def finish(session: Session, mode: str, rank: int) -> None:
     """What comes after the last step."""
-    if mode in ("train", "export", "behind", "slain"):
+    if mode in ("train", "export", "behind", "slain", "late"):
+        if mode == "late" and rank == 1:
+            atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+            atexit.register(time.sleep, 1)  # the other one has ended by then
         session.close()
         if rank == 1 and mode in ("behind", "slain"):
             sys.exit(1) if mode == "behind" else os.kill(os.getpid(), signal.SIGKILL)

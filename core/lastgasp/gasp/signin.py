@@ -6,6 +6,7 @@ launcher, needs no disk or network, and stays empty if the ranks do not use last
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -24,7 +25,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hold: seconds that this rank may need to save and exit.
-        left: its training has ended well.
+        left: its training has ended well; ended: so has the script, well or not, and the process is about to.
         ending: how its last recovery ended, empty before the first (`events.Ending`).
         step: the step that this recovery has saved, or found on disk; -1 if there is none.
         directory: of its checkpoints.
@@ -37,6 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     left: bool = False
     ending: str = ""
     step: int = -1
+    ended: bool = False
 
 
 _last: list[Entry] = []
@@ -50,6 +52,9 @@ def last_here() -> Entry | None:
 def sign(entry: Entry) -> None:
     """On a rank: write a line for this host's launcher, if lastgasp's launcher started it. Never raises."""
     _last[:] = [entry]
+    if entry.left and not entry.ended:
+        atexit.unregister(_script_ended)
+        atexit.register(_script_ended)
     if not (path := os.environ.get(VARIABLE)):
         return
     with contextlib.suppress(OSError):  # the launcher is gone
@@ -58,6 +63,12 @@ def sign(entry: Entry) -> None:
             os.write(desk, msgspec.json.encode(entry) + b"\n")
         finally:
             os.close(desk)
+
+
+def _script_ended() -> None:
+    """What fails from now on is none of the script's: libraries that abort while they are torn down."""
+    if (entry := last_here()) is not None and entry.left:
+        sign(msgspec.structs.replace(entry, ended=True))
 
 
 class Desk:

@@ -19,6 +19,7 @@ from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.signin import Desk
 from lastgasp.launch.lastword import LastWord, last_word
 from lastgasp.launch.notice import Notice
+from lastgasp.launch.restarts import Completed
 from lastgasp.launch.stores import own_address
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ class LaunchAttempt:
             return self.controller.progressed(self.number)
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
-    def completed(self) -> bool:
-        """All ranks of the attempt have completed their training, as far as this node knows."""
-        if self.controller is not None:
-            return self.controller.completed(self.number)
-        return bool(self.desk.entries) and all(entry.left for entry in self.desk.entries.values())
+    def completed(self) -> Completed:
+        """What all ranks of the attempt have completed, as far as this node knows."""
+        entries = self.desk.entries.values()
+        left = bool(entries) and all(entry.left for entry in entries)
+        if not (left if self.controller is None else self.controller.completed(self.number)):
+            return ""
+        return "script" if left and all(entry.ended for entry in entries) else "training"
 
     def refused_elsewhere(self) -> bool:
         """A rank of another host has refused to start: its launcher ends, and the job cannot go on."""

@@ -18,6 +18,7 @@ from lastgasp.gasp.repeats import Repeats
 from lastgasp.gasp.secret import FILE, TOKEN, token_from_environment
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.attempts import HOLD_WITHOUT_CONTROLLER
+from lastgasp.launch.restarts import Completed
 
 LED = 5.0
 """Seconds within which the controller of another node must be reachable."""
@@ -180,9 +181,10 @@ class MsAttempts:
         self._progressed = self._progressed or self._controller.progressed(self.number)
         return self._progressed
 
-    def completed(self) -> bool:
-        """All ranks of the attempt have completed their training; the launcher with the controller judges that."""
-        return self._controller is not None and self._controller.completed(self.number)
+    def completed(self) -> Completed:
+        """What all ranks of the attempt have completed; the launcher with the controller judges that."""
+        known = self._controller is not None and self._controller.completed(self.number)
+        return "training" if known else ""
 
     def repeats(self) -> Repeats:
         """How often in a row one exception has ended the training; the launcher with the controller judges that."""

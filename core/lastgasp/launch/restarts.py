@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lastgasp import exitcodes
 from lastgasp.gasp.repeats import Repeats
@@ -18,6 +19,9 @@ START_LIMIT = 2
 BEHIND_LIMIT = 2
 """Attempts in a row in which a rank was killed after all had completed their training."""
 
+Completed = Literal["", "training", "script"]
+"""Nothing that counts, the training, or all that the script does."""
+
 
 @dataclass
 class Restarts:
@@ -30,7 +34,7 @@ class Restarts:
         left: how the recovery ended after which the job asked for no restart (`recovery="save"`); else empty.
         elsewhere: it is a rank of another host that has refused to start, if one has.
         repeats: how often in a row one exception has ended the training.
-        completed: all ranks had completed their training before one of them failed.
+        completed: what all ranks had completed before one of them failed.
     """
 
     always: bool
@@ -40,7 +44,7 @@ class Restarts:
     left: str = ""
     elsewhere: bool = False
     repeats: Repeats = field(default_factory=Repeats)
-    completed: bool = False
+    completed: Completed = ""
     starts: int = 0
     _behind: int = 0
     _ever_used: bool = False
@@ -75,13 +79,16 @@ class Restarts:
     @property
     def _behind_text(self) -> str:
         codes = ", ".join(map(str, sorted(self._how)))
+        if self.completed == "script" and max(self._how, default=0) < 0:
+            return f"the script had come to its end on all ranks, and one was killed behind it (exit code {codes})"
         return f"all ranks had completed their training, and what the script does after it failed (exit code {codes})"
 
     @property
     def should_give_up(self) -> bool:
         """Another restart would most likely fail in the same place."""
         stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT or self.repeats.hopeless
-        stuck = stuck or self._behind >= BEHIND_LIMIT or (self._behind > 0 and min(self._how, default=1) > 0)
+        once = self.completed == "script" or min(self._how, default=1) > 0
+        stuck = stuck or self._behind >= (1 if once else BEHIND_LIMIT)
         return self.verdict_of_framework is not None or bool(self.left) or self.refused or stuck
 
     @property
