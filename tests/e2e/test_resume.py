@@ -132,7 +132,6 @@ def test_environment_alone_protects_a_job(kind: str, tmp_path: Path, twelve: Pat
     assert differences(twelve / "final.pt", tmp_path / "final.pt") == []
 
 
-@pytest.mark.cold
 @pytest.mark.parametrize("kind", ["exception", *(pytest.param(other, marks=FULL) for other in ("sigterm", "sigkill"))])
 def test_a_single_process(kind: str, tmp_path: Path) -> None:
     fault = f"kind={kind},rank=0,step=6,phase=forward"

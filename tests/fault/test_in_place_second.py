@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lastgasp.steps import recover
+from lastgasp.steps.recover import recover_orphans
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults, lean
@@ -70,11 +70,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def later_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def later_launcher() -> Iterator[None]:
     """Afterwards does what the next launcher on this machine does, minutes later: the step marks of the dead."""
     yield
-    monkeypatch.setattr(recover, "STALE_S", 0.0)
-    recover.recover_orphans()
+    recover_orphans()
 
 
 def test_the_matrix_is_whole() -> None:

@@ -275,7 +275,7 @@ def test_garbage_in_texts_is_read_as_something(left: Path, at: int) -> None:
 # -- places -----------------------------------------------------------------------------------------
 
 
-def _no_room(*_: object) -> None:
+def _no_room(*_: object, **options: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -305,6 +305,28 @@ def test_a_directory_of_ones_own_is_the_only_place(monkeypatch: pytest.MonkeyPat
     marks = Marks.open(rank=0, world_size=1, capacity=16)
     assert marks.path is not None and marks.path.parent == tmp_path
     assert list(ringfile.ring_files()) == [marks.path]
+    marks.close(remove=True)
+
+
+@pytest.mark.parametrize("at", ["posix_fallocate", "link"])
+def test_a_process_killed_while_it_makes_its_ring_leaves_nothing(at: str, tmp_path: Path) -> None:
+    code = f"import os\nos.{at} = lambda *a, **k: os.kill(os.getpid(), 9)\n" + (
+        "from lastgasp.steps.marks import Marks\nMarks.open(rank=0, world_size=1, capacity=16)"
+    )
+    done = run(code, env=os.environ | {"LASTGASP_RING_DIR": str(tmp_path)})
+    assert done.returncode == -9, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_files_have_names_from_their_beginning(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ringfile, "_nameless", lambda place: None)
+    marks = Marks.open(rank=0, world_size=1, capacity=16)
+    assert marks.path is not None and list(place.iterdir()) == [marks.path]
+    assert locked(marks.path)
+    marks.close(remove=True)
+    monkeypatch.setattr(os, "rename", _no_room)
+    marks = Marks.open(rank=0, world_size=1, capacity=16)
+    assert marks.path is None and list(place.iterdir()) == []
     marks.close(remove=True)
 
 
@@ -369,7 +391,7 @@ print(marks.path, marks.head, marks.dropped)
 
 
 def test_a_ring_that_cannot_be_finished_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "rename", _no_room)
+    monkeypatch.setattr(os, "link", _no_room)
     before = len(os.listdir("/proc/self/fd"))
     marks = Marks.open(rank=0, world_size=1, capacity=16)
     assert marks.path is None

@@ -94,23 +94,48 @@ def create(header: Mapping[str, int], capacity: int) -> RingFile:
 
 
 def _create_in(place: Path, header: Mapping[str, int], capacity: int) -> RingFile:
-    """Create it under another name until it is locked: an unlocked ring looks like a dead process's."""
+    """Create it without a name until it is locked: an unlocked ring looks like a dead process's.
+
+    Where the file system must have a name for it that is another one, which a process that dies meanwhile leaves.
+    """
     name = f"{PREFIX}-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
     size, temporary, path = layout.size_of(capacity), place / f".{name}", place / name
-    file = io.FileIO(temporary, "x+", opener=_open_private)
+    file = _nameless(place)
+    named = file is None
+    if file is None:
+        file = io.FileIO(temporary, "x+", opener=_open_private)
     try:
         # A lack of space is an error here; in the mapping it would be a SIGBUS at some mark.
         os.posix_fallocate(file.fileno(), 0, size)
         mapping = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         _fill(mapping, header, capacity)
         fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(temporary, path)
+        if named:
+            os.rename(temporary, path)
+        else:
+            _name(file, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         file.close()
         raise
     ring.own[_key(file)] = mapping
     return RingFile(mapping, path, file)
+
+
+def _nameless(place: Path) -> io.FileIO | None:
+    """An open file that goes with its process as long as nobody links it; None where there are no such."""
+    try:
+        return io.FileIO(os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), "r+")
+    except OSError:
+        return None
+
+
+def _name(file: io.FileIO, path: Path) -> None:
+    own = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(str(file.fileno()), path, src_dir_fd=own)  # what the entry leads to: link() alone does not follow it
+    finally:
+        os.close(own)
 
 
 def _key(file: io.FileIO) -> tuple[int, int]:
