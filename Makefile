@@ -9,9 +9,9 @@ TENSORFLOW := $(VENV)/.tensorflow
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
-# Three for two cores: many tests wait for another process. Whole runs of neighbours, so that what they share is made once;
+# Four for two cores: many tests wait for another process. Whole runs of neighbours, so that what they share is made once;
 # who has nothing left takes over. WORKERS= runs the tests in one process, e.g. for a debugger.
-WORKERS ?= -n 3 --dist worksteal
+WORKERS ?= -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 # mypy computes while environments are fetched.
