@@ -248,6 +248,19 @@ def test_the_other_host_loses_its_power_and_comes_back(tmp_path: Path, kind: str
 
 
 @pytest.mark.full
+def test_the_hung_rank_of_another_host_is_not_waited_for(tmp_path: Path, undisturbed: Reference) -> None:
+    """All is saved without it, and its launcher knows: it need not wait as long as for a rank that saves."""
+    alone = {"LASTGASP_HANG_TIMEOUT": "8", "LASTGASP_RECOVERY": "restart", "LASTGASP_SAVE_TIMEOUT": str(10 * LIMIT)}
+    with training(tmp_path, "loop", "join_timeout=200", **alone) as one:
+        [hung] = ranks_of(one.hosts["hb"], TORCH)
+        os.kill(hung, signal.SIGSTOP)
+        one.go_on()
+        assert one.job.codes(2 * LIMIT) == {"ha": 0, "hb": 0}, one.job.output
+        one.assert_safe(GATE)
+        assert one.told.ends() == undisturbed("loop")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_hosts_with_disks_of_their_own_are_refused(tmp_path: Path, kind: str) -> None:
     """Before the first step, on both of them, with the remedy."""

@@ -13,7 +13,7 @@ import select
 import threading
 from collections import deque
 
-from lastgasp import __version__, arena
+from lastgasp import __version__, _clock, arena
 from lastgasp.crash_safe_buffer import CrashSafeBuffer, newest_step
 from lastgasp.errors import LastgaspError
 from lastgasp.topology import host_identity
@@ -66,7 +66,7 @@ class BufferKeeper:
         address, token: of the controller.
 
     Attributes:
-        agreed: how the last recovery has ended.
+        agreed: how the last recovery has ended; agreed_at: when that was heard, monotonic seconds.
         connected: the controller can be reached.
         refused: the last attempt in which a rank has refused to start; -1 where none has.
     """
@@ -75,6 +75,7 @@ class BufferKeeper:
         self.address = address
         self._token = token
         self.agreed: m.Agreed | None = None
+        self.agreed_at = 0.0
         self.connected = False
         self.refused = -1
         self._forks: m.Forks | None = None
@@ -167,7 +168,7 @@ class BufferKeeper:
                 elif isinstance(message, m.AskKept):
                     link.send(self._kept(message.rank))
                 elif isinstance(message, m.Agreed):
-                    self.agreed = message
+                    self.agreed, self.agreed_at = message, _clock.monotonic()
                 elif isinstance(message, m.RefusedToStart):
                     self.refused = message.attempt
                 elif isinstance(message, m.Pair):

@@ -342,7 +342,7 @@ class GaspAgent(LocalElasticAgent):
         if self._attempt is not None and self._in_use():
             if over := self._all_left() and death_sig is not None:
                 let_finish(lambda: self._running(self._worker_group))
-            timeout = REST if over else max(timeout, int(self._attempt.hold_limit()))
+            timeout = REST if over else max(timeout, int(self._attempt.end_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
         super()._shutdown(death_sig or signal.SIGTERM, timeout)
 

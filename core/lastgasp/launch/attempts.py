@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lastgasp import _clock
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp.addresses import address_towards
 from lastgasp.gasp.keeper import BufferKeeper
@@ -79,7 +80,12 @@ class LaunchAttempt:
 
     def over_for(self) -> float | None:
         """Seconds since the recovery ended, as far as this node knows."""
-        return None if self.controller is None else self.controller.over_for(self.number)
+        if self.controller is not None:
+            return self.controller.over_for(self.number)
+        agreed = self.keeper.agreed if self.keeper is not None else None
+        if self.keeper is None or agreed is None or (agreed.attempt, agreed.ending) == (self.number, "in_place"):
+            return None
+        return _clock.monotonic() - self.keeper.agreed_at if agreed.attempt == self.number else None
 
     def progressed(self, refused: bool = False) -> bool:
         """A new step was completed.
@@ -123,6 +129,10 @@ class LaunchAttempt:
         if self.controller is not None and (limit := self.controller.hold_limit()):
             return limit
         return self.desk.hold or HOLD_WITHOUT_CONTROLLER
+
+    def end_limit(self) -> float:
+        """Seconds that ranks which are told to end may take; none once the first node has said that nobody saves."""
+        return 0.0 if self.controller is None and self.over_for() is not None else self.hold_limit()
 
     def living_launchers(self, size: int) -> int | None:
         """How many of the job's launchers are alive; None if this one does not know, or while training continues."""
