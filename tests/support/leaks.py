@@ -44,11 +44,22 @@ class Snapshot:
     handlers: Mapping[int, Any]
     wakeup_fd: int
     processes: Mapping[int, str]
+    forks: int
     shared: frozenset[str]
 
 
-def snapshot(mark: str) -> Snapshot:
-    """Take one; call it on the main thread. `mark` is the running test's value of `MARK`."""
+def snapshot(mark: str, before: Snapshot | None = None) -> Snapshot:
+    """Take one; call it on the main thread.
+
+    Args:
+        mark: the running test's value of `MARK`.
+        before: the one of the test's beginning, when nobody had that mark.
+    """
+    forks = _forks()  # before anybody looks for processes
+    if before is not None and 0 < forks == before.forks:
+        processes = before.processes
+    else:
+        processes = _children() if before is None else _processes(mark)
     return Snapshot(
         threads=frozenset(t for t in threading.enumerate() if type(t).__name__ not in _IGNORED_THREADS),
         sockets=frozenset(_sockets()),
@@ -56,7 +67,8 @@ def snapshot(mark: str) -> Snapshot:
         # pytest-timeout's own alarm is set before a test and taken back where one fails, whichever is earlier.
         handlers={number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}},
         wakeup_fd=_wakeup_fd(),
-        processes=_processes(mark),
+        processes=processes,
+        forks=forks,
         shared=_shared(),
     )
 
@@ -66,9 +78,10 @@ def leaks(before: Snapshot, after: Snapshot) -> list[str]:
     found = [f"thread {t.name} (daemon={t.daemon}) still runs" for t in after.threads - before.threads]
     found += [f"{name} is still open" for name in sorted(after.sockets - before.sockets)]
     found += list(_changed("environment variable", before.environ, after.environ))
-    handlers = {signal.Signals(n).name: h for n, h in before.handlers.items() if n in set(signal.Signals)}
-    now = {signal.Signals(n).name: h for n, h in after.handlers.items() if n in set(signal.Signals)}
-    found += list(_changed("signal handler", handlers, now))
+    if before.handlers != after.handlers:
+        handlers = {signal.Signals(n).name: h for n, h in before.handlers.items() if n in set(signal.Signals)}
+        now = {signal.Signals(n).name: h for n, h in after.handlers.items() if n in set(signal.Signals)}
+        found += list(_changed("signal handler", handlers, now))
     if before.wakeup_fd != after.wakeup_fd:
         found.append(f"wakeup fd was {before.wakeup_fd} and is {after.wakeup_fd}")
     left = sorted(set(after.processes) - set(before.processes))
@@ -81,7 +94,7 @@ def settle(before: Snapshot, mark: str, seconds: float) -> list[str]:
     """The leaks that are still there after `seconds`; returns as soon as there are none."""
     deadline = time.monotonic() + seconds
     turn = 0
-    while (found := leaks(before, snapshot(mark))) and time.monotonic() <= deadline:
+    while (found := leaks(before, snapshot(mark, before))) and time.monotonic() <= deadline:
         if turn % 50 == 0:
             gc.collect()  # what nobody can reach any more is no leak, whenever it would be collected
         time.sleep(0.02)
@@ -146,6 +159,21 @@ def _watched_variables() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _IGNORED_VARIABLES}
 
 
+def _forks() -> int:
+    """How many processes and threads this machine has ever started; 0 where the kernel does not tell."""
+    _, _, rest = Path("/proc/stat").read_bytes().partition(b"\nprocesses ")
+    return int(rest.split(b"\n", 1)[0] or 0)
+
+
+def _children() -> dict[int, str]:
+    """Those of this process, without their command lines. Only this process collects them, so that none is left out."""
+    try:
+        found = [Path("/proc/self/task", thread, "children").read_bytes() for thread in os.listdir("/proc/self/task")]
+    except OSError:  # a kernel without these files, or a thread has just ended
+        return _processes("")
+    return dict.fromkeys(map(int, b" ".join(found).split()), "")
+
+
 _foreign: set[tuple[int, bytes]] = set()
 """Processes that were looked at and carry no mark of the running test: pid and time of start."""
 
@@ -176,7 +204,7 @@ def _processes(mark: str) -> dict[int, str]:
 
 def _stat(pid: str) -> tuple[int | None, tuple[int, bytes]]:
     """The parent, and what distinguishes a process from a later one of the same pid; no parent if it is gone."""
-    fields = read_proc(pid, "stat").rpartition(b")")[2].split()  # the second field may hold spaces and brackets
+    fields = read_proc(pid, "stat").rpartition(b")")[2].split(None, 20)  # the second field may hold spaces and brackets
     return (int(fields[1]), (int(pid), fields[19])) if len(fields) > 19 else (None, (int(pid), b""))
 
 

@@ -100,7 +100,8 @@ def command_line(pid: str) -> str:
 def read_proc(pid: str, name: str) -> bytes:
     """/proc/PID/NAME; empty if the process is gone or may not be inspected."""
     try:
-        return Path("/proc", pid, name).read_bytes()
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read()
     except OSError:
         return b""
 
