@@ -96,7 +96,6 @@ def test_a_rank_that_ends_its_training_meanwhile_enters_it_again(tmp_path: Path,
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
-@pytest.mark.cold
 def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     directory = tmp_path / "d"
     faults = "kind=sigstop,rank=1,step=8,phase=forward"

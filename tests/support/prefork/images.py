@@ -38,6 +38,7 @@ MODULES = {
 
 _SCRIPTS = {
     "prefork_child.py": "bare",
+    "lightning_digits/train.py": "lightning",
     "train_tiny.py": "lightning",
     "train_tiny_nodes.py": "lightning",
     "lightning_shapes.py": "lightning",
@@ -75,5 +76,7 @@ def image_of(command: Sequence[str]) -> str:
     if program[:2] == ["-m", "lastgasp_megatron.start"]:
         del program[:2]  # it runs the script that follows
     launcher = program[:3] == ["-m", "lastgasp", "run"] or program[:2] == ["-m", "torch.distributed.run"]
-    found = [_SCRIPTS[name] for word in program[: None if launcher else 1] if (name := Path(word).name) in _SCRIPTS]
+    paths = [Path(word) for word in program[: None if launcher else 1]]
+    names = (name for path in paths for name in (path.name, f"{path.parent.name}/{path.name}"))
+    found = [_SCRIPTS[name] for name in names if name in _SCRIPTS]
     return found[0] if found else "launcher" if launcher else ""
