@@ -69,8 +69,6 @@ class Case:
             for number, (kind, rank, step, phase) in enumerate(zip(kinds, ranks, steps, phases, strict=True))
         )
         variables = {"LASTGASP_HANG_TIMEOUT": "8"} if "sigstop" in kinds else {}
-        if set(kinds) == {"exception"}:
-            variables["LASTGASP_WARM"] = "off"  # nobody is replaced
         command = self.job.command(directory, self.shape, self.ranks, *self.more)
         with disturbed(folder, command, faults, **variables) as started:
             pass

@@ -1,4 +1,4 @@
-"""Jobs that are entered again: their faults come once a warm process is ready."""
+"""Jobs that are entered again: where a rank will be replaced, its fault comes once a warm process is ready."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from support.launchers import Running, running, until
 READY = "a restart will fork its ranks from a warm process"
 
 
+def warm_for(faults: str) -> str:
+    """LASTGASP_WARM: its imports are for nothing where no fault is a signal, and nobody will be replaced."""
+    return "auto" if "kind=sig" in faults else "off"
+
+
 @contextmanager
 def disturbed(folder: Path, command: list[str], faults: str, **variables: str) -> Iterator[Running]:
     """A job whose faults come once a warm process is ready, if it is to have one; it ends well.
@@ -21,7 +26,7 @@ def disturbed(folder: Path, command: list[str], faults: str, **variables: str) -
     directory = folder / "d"
     directory.mkdir(exist_ok=True)
     log = folder / "faults.log"
-    environment = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
+    environment = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": warm_for(faults), "LASTGASP_FAULT_LOG": str(log)}
     if faults:
         environment["LASTGASP_FAULT"] = faults
     environment |= variables
