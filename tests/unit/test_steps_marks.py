@@ -545,8 +545,7 @@ def test_nothing_is_leaked(marks: Marks) -> None:
         return max(abs(a - b) for a, b in zip(counts(), before, strict=True))
 
     open_files = len(os.listdir("/proc/self/fd"))
-    rounds = [grown() for _ in range(3)]
-    assert min(rounds) < 200, f"{rounds}: what leaks does so in each round"
+    assert any(grown() < 200 for _ in range(3)), "what leaks does so in each round"
     assert len(os.listdir("/proc/self/fd")) == open_files
     assert not [found for found in gc.get_objects() if isinstance(found, Marks) and id(found) not in others]
 
