@@ -14,13 +14,13 @@ import pytest
 
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
+from support.disturbed import READY, warm_for
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
 from support.megatron.job import DIST_OPT, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
 from support.megatron.matrix import LAYOUTS, MOMENTS, OF_ARENAS, OF_EXPERTS, Case, flags_of
 
 Losses = dict[tuple[int, int], list[list[str]]]
-READY = "a restart will fork its ranks from a warm process"
 LAYOUT = DirectoryLayout("iter_*")
 
 pytestmark = [
@@ -55,13 +55,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @contextmanager
 def disturbed(job: GptJob, faults: str, **variables: str) -> Iterator[Running]:
-    """The job, whose faults come once a warm process is ready; it ends well."""
+    """The job, whose faults come once a warm process is ready, if there is to be one; it ends well."""
     go, log = job.folder / "go", job.folder / "faults.log"
     (job.folder / "losses").mkdir(parents=True)
-    environment = {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug", "HOLD": str(go)}
+    environment = {"LASTGASP_WARM": warm_for(faults), "LASTGASP_LOG": "debug", "HOLD": str(go)}
     environment |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)} | variables
     with running(job.folder, job.command(), **(job.environment() | environment)) as [started]:
-        until(lambda: READY in started.output, "the warm process is ready")
+        if environment["LASTGASP_WARM"] != "off":
+            until(lambda: READY in started.output, "the warm process is ready")
         go.touch()
         yield started
         assert started.code() == 0, started.output[-6000:]
@@ -107,10 +108,11 @@ def test_a_killed_rank_is_replaced(tmp_path: Path, expected: Any) -> None:
 
 
 def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None:
-    job = job_in(tmp_path, "--bf16")
+    flags = f"--bf16 {TWO_INSTANCES}"
+    job = job_in(tmp_path, flags)
     with disturbed(job, "kind=exception,rank=1,step=5,phase=forward") as started:
         pass
-    check(job, started, expected("--bf16"))
+    check(job, started, expected(flags))
 
 
 @pytest.mark.full
