@@ -14,6 +14,7 @@ from support.durations import family, note_durations, seconds
 from support.failures import note_failures
 from support.mindspore.importable import make_importable
 from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
+from support.products import add_option, deselect_covered
 from support.shares import shares
 from support.surroundings import scrub
 
@@ -40,6 +41,10 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     note_failures(config)
     note_durations(config)
@@ -58,6 +63,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers begin with long tests; one process alone runs all in the order of their files."""
+    deselect_covered(config, items)
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
         items[:] = shares(items, workers, seconds, family)

@@ -116,6 +116,7 @@ SECOND = [
 ]
 
 
+@pytest.mark.product("second")
 @pytest.mark.parametrize("leader", LEADERS)
 @pytest.mark.parametrize(("trick", "second", "fault"), SECOND)
 def test_a_second_fault_is_answered_by_a_save_and_a_restart(

@@ -159,6 +159,7 @@ def check_restart(job: GptJob, done: Finished, expected: Losses) -> None:
     check_losses(job, expected, done)
 
 
+@pytest.mark.product("second")
 @pytest.mark.full
 @pytest.mark.parametrize("leader", LEADERS)
 @pytest.mark.parametrize(
@@ -176,6 +177,7 @@ def test_a_second_fault_in_a_retry_is_answered_by_a_restart_from_the_same_step(
     check_restart(job, done, expected())
 
 
+@pytest.mark.product("second")
 @pytest.mark.full
 @pytest.mark.parametrize("leader", LEADERS)
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def test_each_step_counts_once_in_what_users_of_lightning_keep(
 OF_LIGHTNING = ["stop,0,self", "rebuild,2,self", "rollback,1,self", "kept,0,self", "handover,2,self"]
 
 
+@pytest.mark.product("second")
 @pytest.mark.full
 @pytest.mark.parametrize("leader", LEADERS)
 @pytest.mark.parametrize("second", OF_LIGHTNING)
@@ -206,6 +207,7 @@ SECOND = [
 ]  # fmt: skip
 
 
+@pytest.mark.product("second")
 @pytest.mark.full
 @pytest.mark.parametrize("leader", LEADERS)
 @pytest.mark.parametrize("second", SECOND)

@@ -117,6 +117,7 @@ SECOND = [
 ]  # fmt: skip
 
 
+@pytest.mark.product("second")
 @pytest.mark.full
 @pytest.mark.parametrize("leader", LEADERS)
 @pytest.mark.parametrize("second", SECOND)
@@ -243,6 +244,7 @@ def dumped(tmp_path: Path, undisturbed: Path, step: int = GATE) -> None:
     assert differences(undisturbed / "final.pt", tmp_path / "d" / "final.pt") == []
 
 
+@pytest.mark.product
 @pytest.mark.full
 @pytest.mark.parametrize(("second", "lost"), [*((one, 3) for one in ON_THE_WAY_BACK), ("handover,0,self", 1)])
 def test_a_fault_while_ranks_are_taken_in_ends_with_the_step_dumped(

@@ -39,6 +39,7 @@ def test_covering(case: Case, tmp_path: Path, reference: References[int, Path]) 
     check(case, tmp_path, reference)
 
 
+@pytest.mark.product
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in all_cases() if case not in COVERING], ids=str)
 def test_rest_of_the_matrix(case: Case, tmp_path: Path, reference: References[int, Path]) -> None:

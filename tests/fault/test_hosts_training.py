@@ -158,6 +158,7 @@ def test_both_sides_of_a_cut_save_one_step(tmp_path: Path, kind: str, second: in
         assert one.told.ends() == undisturbed(kind)
 
 
+@pytest.mark.product
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

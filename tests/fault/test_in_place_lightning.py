@@ -159,6 +159,7 @@ AFTER = {"update": 9, "after_update": 9}
 """The step that is gone on with, where it is not the one before the fault."""
 
 
+@pytest.mark.product
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -175,6 +176,7 @@ def test_each_fault_at_each_moment(kind: str, moment: str, rank: int, tmp_path: 
     assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
 
 
+@pytest.mark.product
 @pytest.mark.full
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["exit3", "sigterm"])

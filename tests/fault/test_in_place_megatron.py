@@ -156,6 +156,7 @@ def matrix() -> list[Case]:
     ]
 
 
+@pytest.mark.product("layout")
 @pytest.mark.full
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_the_matrix_of_faults(case: Case, tmp_path: Path, expected: Any) -> None:

@@ -81,6 +81,7 @@ def test_the_matrix_is_whole() -> None:
     assert sum(not case.marks for case in matrix()) == len(COVERING)
 
 
+@pytest.mark.product("point")
 @pytest.mark.parametrize(("first", "point", "who", "victim"), matrix())
 def test_no_step_is_lost(
     first: str, point: str, who: str, victim: str, tmp_path: Path, undisturbed: Path, later_launcher: Any

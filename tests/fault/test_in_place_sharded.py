@@ -77,6 +77,7 @@ def marks(case: Case) -> tuple[Any, ...]:
     return (() if covers else (full,)) + ((pytest.mark.cold,) if "sigstop" in case.faults[0] else ())
 
 
+@pytest.mark.product("shape")
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases()])
 def test_faults_are_answered_in_place(case: Case, tmp_path: Path, undisturbed: Any) -> None:
     case.check(tmp_path, undisturbed)
@@ -84,6 +85,7 @@ def test_faults_are_answered_in_place(case: Case, tmp_path: Path, undisturbed: A
     assert any("3 completed steps are done again" in note for note in first.notes) == bool(case.lost)
 
 
+@pytest.mark.product("second")
 @full
 @pytest.mark.parametrize("job", [LOOP, LIGHTNING], ids=lambda job: job.name)
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_lightning_sharded_covering(case: LightningCase, tmp_path: Path, referen
         plain_lightning_resumes(tmp_path, tmp_path / "ckpts" / f"gasp-step={STEP:08d}.ckpt")
 
 
+@pytest.mark.product("shape")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in REST if case not in COVERING], ids=str)
 def test_lightning_sharded_rest_of_the_matrix(case: LightningCase, tmp_path: Path, reference: Reference) -> None:

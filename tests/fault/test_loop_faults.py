@@ -39,6 +39,7 @@ def test_loop_covering(case: LoopCase, tmp_path: Path, reference: Reference) -> 
     check(case, tmp_path, reference)
 
 
+@pytest.mark.product("shape")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [c for c in (*all_cases(), *SHAPES, *FRAMEWORK_CASES) if c not in COVERING], ids=str)
 def test_loop_rest_of_the_matrix(case: LoopCase, tmp_path: Path, reference: Reference) -> None:

@@ -61,6 +61,7 @@ def test_covering(case: Case, tmp_path: Path, references: dict[str, GptJob]) -> 
     check(case, tmp_path, references)
 
 
+@pytest.mark.product("layout")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in all_cases() if case not in COVERING], ids=str)
 def test_rest_of_the_matrix(case: Case, tmp_path: Path, references: dict[str, GptJob]) -> None:

@@ -143,6 +143,7 @@ def test_covering(case: Case, tmp_path: Path, references: dict[tuple[str, int], 
     check(case, tmp_path, references)
 
 
+@pytest.mark.product("shape")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in (*KILLED, *REST, *LLAMA) if case not in COVERING], ids=str)
 def test_rest_of_the_matrix(case: Case, tmp_path: Path, references: dict[tuple[str, int], Losses]) -> None:

@@ -86,6 +86,7 @@ def test_sharded_covering(case: LoopCase, tmp_path: Path, reference: Reference) 
     check(case, tmp_path, reference)
 
 
+@pytest.mark.product("shape")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in REST if case not in COVERING], ids=str)
 def test_sharded_rest_of_the_matrix(case: LoopCase, tmp_path: Path, reference: Reference) -> None:

@@ -52,6 +52,7 @@ def test_covering(case: TransformersCase, tmp_path: Path, reference: Reference) 
     assert [row["step"] for row in state["log_history"] if "loss" in row] == [3, 6, 9, 12]
 
 
+@pytest.mark.product("shape")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*all_cases(), *SHAPES], ids=str)
 def test_rest_of_the_matrix(case: TransformersCase, tmp_path: Path, reference: Reference) -> None:

@@ -69,6 +69,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     )
 
 
+@pytest.mark.product("shape")
 @pytest.mark.full
 @pytest.mark.parametrize("case", [COVERING, *(case for case in REST if case != COVERING)], ids=str)
 def test_zero(case: ZeroCase, tmp_path: Path, reference: Reference) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner.tuning import Tuner
@@ -150,7 +151,7 @@ def precision(shape: str) -> dict[str, Any]:
 def main() -> None:
     """Train as `--shape` says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", choices=("plain", "gan", "folds", "tuner", "workers", "bf16", "fp16"), required=True)
+    parser.add_argument("--shape", choices=("plain", "gan", "folds", "sweep", "tuner", "workers", "bf16", "fp16"), required=True)
     parser.add_argument("--dir", required=True)
     parser.add_argument("--final", type=Path, required=True)
     parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(","))), default=None)
@@ -161,15 +162,18 @@ def main() -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True))
     strategy = "ddp_find_unused_parameters_true" if args.shape == "gan" else "ddp"
     found = []
-    for fit in range(2 if args.shape == "folds" else 1):
+    for fit in range(2 if args.shape in ("folds", "sweep") else 1):
         model = model_of(args.shape, args.kill, fit)
         model.meet = args.final.parent
         part = Subset(data, [i for i in range(48) if i % 3 != fit]) if args.shape == "folds" else data
         loader = DataLoader(part, 4, shuffle=True, num_workers=2 if args.shape == "workers" else 0)
+        callbacks: list[Any] = [LastGasp(args.dir)]
+        if args.shape == "sweep":  # nothing tells the fits apart but where they have their gasps
+            callbacks = [LastGasp(f"{args.dir}/{fit}"), ModelCheckpoint(f"{args.dir}/shared")]
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, enable_progress_bar=False,
             logger=loggers(args.final.parent / "logs"), log_every_n_steps=1, default_root_dir=args.final.parent,
-            enable_model_summary=False, enable_checkpointing=False, callbacks=[LastGasp(args.dir)],
+            enable_model_summary=False, enable_checkpointing=args.shape == "sweep", callbacks=callbacks,
             **precision(args.shape),
         )  # fmt: skip
         if args.shape == "tuner":

@@ -10,8 +10,10 @@ import pytest
 from lastgasp.checkpoint import Candidate, FileEntry, Manifest, Provenance
 from lastgasp.checkpoint.manifest import Fit, build, decode, encode
 from lastgasp.checkpoint.samefit import differences, name_of_fit, of_fit
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import ConfigError
 from lastgasp.fits import Fits, fingerprint
+from lastgasp.topology import Place
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "manifest-v2.json"
 HERE, THERE = Path("/a"), Path("/b")
@@ -79,6 +81,29 @@ def test_what_does_not_say_its_fit_is_the_first_ones() -> None:
     assert [c.path.name for c in of_fit(found, 2)] == ["gasp-fit=2-step=1.ckpt", "2.ckpt"]
     assert of_fit(found, 1) == []
     assert (name_of_fit(0), name_of_fit(2)) == ("", "fit=2-")
+
+
+def test_a_folder_may_be_shared_with_fits_of_other_directories(tmp_path: Path) -> None:
+    """Those of a directory that is gone may have been moved here."""
+    for name in ("a", "b", "shared"):
+        (tmp_path / name).mkdir()
+    found = [
+        Candidate(tmp_path / "shared" / f"{n}.ckpt", 1, manifest(Fit(number=0, home=home)))
+        for n, home in enumerate(("../a", "../b", "../gone", msgspec.UNSET))
+    ]
+    assert [c.path.name for c in of_fit(found, 0, tmp_path / "a")] == ["0.ckpt", "2.ckpt", "3.ckpt"]
+
+
+def test_a_manifest_says_where_its_fit_is_at_home_if_that_is_elsewhere(tmp_path: Path) -> None:
+    place = Place(rank=0, world_size=1, replicas=((0,),), job="sample", attempt=0)
+    writer = ManifestWriter("lightning", place, lambda: Fit(number=0), home=tmp_path / "a")
+    homes = {}
+    for folder in ("a", "shared"):
+        fit = writer.provenance(1, "periodic", folder=tmp_path / folder).fit
+        again = decode(encode(manifest(fit)))
+        assert isinstance(again, Manifest) and again.fit == fit
+        homes[folder] = (again.version, isinstance(fit, Fit) and fit.home)
+    assert homes == {"a": (2, msgspec.UNSET), "shared": (3, "../a")}
 
 
 def test_differences_name_what_differs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from lastgasp.errors import ControlError, ProtocolError
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.admission import NotYet, WholeJobRefused, admit, is_newer
 from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.groups import MOST, MOST_UNPACKED, pack, unpack
 from lastgasp.topology import ReplicaGroups, data_parallel
@@ -84,6 +86,30 @@ def test_ranks_that_disagree_are_reported_with_what_each_of_them_says() -> None:
     assert job.disagreement(other).startswith("replicas=((0, 2), (1, 3)) on rank 1, but ((0, 1, 2, 3),) on rank 0: ")
     same = msgspec.structs.replace(hello(1, 4), replicas=zlib.compress(zlib.decompress(pack(data_parallel(4))), 0))
     assert job.disagreement(same) == "", "another zlib, the same groups"
+
+
+def test_a_later_training_of_the_script_may_have_other_settings_once_all_have_ended_the_one_before() -> None:
+    job = Attempt.of(hello(0, 2))
+    later = msgspec.structs.replace(hello(0, 2), directory="/another", nonce=b"n")
+    later = msgspec.structs.replace(later, mac=m.proof("token", "rank", b"n", 0))
+
+    def asks() -> str:
+        try:
+            admit(later, b"n", "token", job, None)
+        except NotYet as error:
+            return str(error)
+        return ""
+
+    for rank in (0, 1):
+        job.machine.joined(rank, 1.0)
+    with pytest.raises(WholeJobRefused, match="directory='/another' on rank 0"):
+        admit(later, b"n", "token", job, None)
+    job.machine.said(0, m.Goodbye(), 2.0)
+    assert asks() == m.NOT_YET and not is_newer(later, job)
+    job.machine.said(1, m.Goodbye(), 3.0)
+    assert asks() == "" and is_newer(later, job) and not is_newer(hello(0, 2), job)
+    assert job.leaves(later) == (sys.maxsize, False), "an arena of the training before is not of this one"
+    assert job.leaves(msgspec.structs.replace(later, attempt=1)) == (0, False)
 
 
 def test_many_ranks_that_disagree_are_reported_in_one_line() -> None:

@@ -232,7 +232,7 @@ class SelectionPolicy:
     def _of_this_fit(self, found: list[Candidate]) -> list[Candidate]:
         if self.fit is None:
             return found
-        own = of_fit(found, self.fit.number)
+        own = of_fit(found, self.fit.number, self.config.directory)
         self.several = self.fit.number > 0 or len(own) < len(found)
         if found and not own and self.place.rank == 0 and not self._said:
             log.warning("fit %d of this script starts from scratch: the %d checkpoints in %s are of other fits",

@@ -17,7 +17,7 @@ import xxhash
 from lastgasp import _clock, _fs
 from lastgasp._version import __version__
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 """The newest supported version. Version 1 has no fit; manifests without one are still written as version 1."""
 LONGEST = 256 << 20
 """Greatest size of a manifest in bytes: enough for some ten terabytes in chunks of the default size."""
@@ -60,12 +60,14 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         number: number of runs that the process had begun in this directory before.
         model: digest of the names, shapes and dtypes of its parameters; empty if it was not determined.
         optimizer: likewise of the optimizers' types; data: likewise of what is known of the data without reading them.
+        home: that directory, as a path from the checkpoint's; left out where the checkpoint lies in it.
     """
 
     number: _Count
     model: str = ""
     optimizer: str = ""
     data: str = ""
+    home: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Creator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     self_digest: str
     """xxh3-128 of the compact JSON of this document with this field empty."""
     fit: Fit | msgspec.UnsetType = msgspec.UNSET
-    """Absent in version 1."""
+    """Absent in version 1; its `home` is there since version 3, and alone makes one of that version."""
 
     def __post_init__(self) -> None:
         names = [entry.path for entry in self.files]
@@ -143,8 +145,7 @@ def build(provenance: Provenance, files: tuple[FileEntry, ...]) -> Manifest:
     """
     creator = Creator(version=__version__, host=socket.gethostname(), pid=os.getpid(), time_ns=_clock.wall_ns())
     fields = {name: getattr(provenance, name) for name in Provenance.__struct_fields__}
-    version = 1 if isinstance(provenance.fit, msgspec.UnsetType) else 2
-    bare = Manifest(version=version, files=files, creator=creator, self_digest="", **fields)
+    bare = Manifest(version=_version(provenance.fit), files=files, creator=creator, self_digest="", **fields)
     return msgspec.structs.replace(bare, self_digest=_own_digest(bare))
 
 
@@ -164,8 +165,8 @@ def decode(data: bytes) -> Manifest | ManifestProblem:
         manifest = msgspec.json.decode(data, type=Manifest)
         intact = manifest.self_digest == _own_digest(manifest) and encode(manifest) == data
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        return ManifestProblem("damaged", f"manifest is not readable as JSON of version 1 or 2: {error}")
-    if version != (1 if isinstance(manifest.fit, msgspec.UnsetType) else 2) or not intact:
+        return ManifestProblem("damaged", f"manifest is not readable as JSON of version 1 to {MANIFEST_VERSION}: {error}")
+    if version != _version(manifest.fit) or not intact:
         return ManifestProblem("damaged", "manifest was changed after it was written (its own digest differs)")
     return manifest
 
@@ -179,6 +180,12 @@ def read(path: Path) -> Manifest | ManifestProblem:
     except OSError as error:
         return ManifestProblem("unreadable", f"manifest cannot be read: {error.strerror or error}")
     return decode(data)
+
+
+def _version(fit: Fit | msgspec.UnsetType) -> int:
+    if isinstance(fit, msgspec.UnsetType):
+        return 1
+    return 2 if isinstance(fit.home, msgspec.UnsetType) else 3
 
 
 def _own_digest(manifest: Manifest) -> str:

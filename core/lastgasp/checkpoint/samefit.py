@@ -27,9 +27,22 @@ def number_of(candidate: Candidate) -> int | None:
     return int(named[1]) if named and candidate.manifest is None else None
 
 
-def of_fit(found: Iterable[Candidate], number: int) -> list[Candidate]:
-    """The checkpoints that fit `number` may resume from; those without a number belong to the first fit."""
-    return [candidate for candidate in found if (number_of(candidate) or 0) == number]
+def of_fit(found: Iterable[Candidate], number: int, home: Path | None = None) -> list[Candidate]:
+    """The checkpoints that fit `number` may resume from; those without a number belong to the first fit.
+
+    Args:
+        home: the directory that it is counted in. A folder of checkpoints may be shared with fits of other directories.
+    """
+    return [one for one in found if (number_of(one) or 0) == number and not (home and _is_at_home_elsewhere(one, home))]
+
+
+def _is_at_home_elsewhere(candidate: Candidate, home: Path) -> bool:
+    """Whether a fit of another directory wrote it, which is still there: one that is not may have been moved here."""
+    fit = candidate.manifest.fit if candidate.manifest is not None else msgspec.UNSET
+    if isinstance(fit, msgspec.UnsetType) or isinstance(fit.home, msgspec.UnsetType):
+        return False
+    its = candidate.path.parent / fit.home
+    return its.is_dir() and its.resolve() != home.resolve()
 
 
 def differences(path: Path, saved: Fit | msgspec.UnsetType, now: Fit) -> list[str]:

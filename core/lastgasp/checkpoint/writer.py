@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,25 +25,35 @@ class ManifestWriter:
         place: this rank's place; replaced once the replicas are known.
         fit: returns the current fit, if the process may have several.
         sha256: whether files that the framework itself writes get SHA-256 digests, too.
+        home: the directory that its fits are counted in; checkpoints elsewhere say so.
     """
 
     format: str
     place: Place
     fit: Callable[[], Fit] | None = None
     sha256: bool = False
+    home: Path | None = None
 
-    def provenance(self, step: int, kind: Kind, parent: str | None = None) -> Provenance:
+    def provenance(
+        self, step: int, kind: Kind, parent: str | None = None, folder: Path | None = None
+    ) -> Provenance:
         """Return the provenance of the checkpoint of `step`.
 
         Args:
             parent: the name of the newest one before it (`newest_beside`).
+            folder: where it is written, if that need not be `home`.
         """
         place = self.place
         world = World(world_size=place.world_size, replica_groups=place.replicas)
         made = Provenance(
             format=self.format, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
         )
-        return made if self.fit is None else msgspec.structs.replace(made, fit=self.fit())
+        if self.fit is None:
+            return made
+        fit = self.fit()
+        if folder is not None and self.home is not None and folder.resolve() != self.home.resolve():
+            fit = msgspec.structs.replace(fit, home=os.path.relpath(self.home.resolve(), folder.resolve()))
+        return msgspec.structs.replace(made, fit=fit)
 
     def newest_beside(self, checkpoint: Path, layout: Layout) -> str | None:
         """The newest other checkpoint with a manifest in its directory, which is the parent; or None."""

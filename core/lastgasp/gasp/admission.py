@@ -14,6 +14,10 @@ class WholeJobRefused(ControlError):
     """The job cannot train with this rank nor without it: what the others wait for fails as well."""
 
 
+class NotYet(ControlError):
+    """The rank asks too early, and may ask again."""
+
+
 class OtherVersion(WholeJobRefused, VersionMismatch):
     """The rank has another version of lastgasp than the controller."""
 
@@ -29,6 +33,7 @@ def admit(hello: m.Hello, nonce: bytes, token: str, current: Attempt | None, exp
         AuthenticationError: it does not know the token.
         OtherVersion: it has another version of lastgasp.
         WholeJobRefused: it disagrees with the ranks that have joined.
+        NotYet: its next training has other settings, and the others are still in the one that it has ended.
         ControlError: it is of another attempt.
     """
     if not m.proven(token, "rank", nonce, hello.rank, hello.mac):
@@ -41,7 +46,7 @@ def admit(hello: m.Hello, nonce: bytes, token: str, current: Attempt | None, exp
     if why := refusal(hello, current, expected):
         raise ControlError(why)
     if current is not None and not is_newer(hello, current) and (why := current.disagreement(hello)):
-        raise WholeJobRefused(why)
+        raise NotYet(m.NOT_YET) if current.was_ended_by(hello.rank) else WholeJobRefused(why)
 
 
 def order_of(hello: m.Hello) -> tuple[int, int]:
@@ -50,8 +55,13 @@ def order_of(hello: m.Hello) -> tuple[int, int]:
 
 
 def is_newer(hello: m.Hello, current: Attempt | None) -> bool:
-    """A rank of another attempt or incarnation than the current one begins it."""
-    return current is None or order_of(hello) > order_of(current.hello)
+    """A rank of another attempt or incarnation than the current one begins it.
+
+    So does the first one that enters a training of the script with other settings, when all have ended the one before.
+    """
+    if current is None or order_of(hello) > order_of(current.hello):
+        return True
+    return order_of(hello) == order_of(current.hello) and current.was_ended() and bool(current.disagreement(hello))
 
 
 def refusal(hello: m.Hello, current: Attempt | None, expected: int | None) -> str:

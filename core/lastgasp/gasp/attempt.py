@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,26 @@ class Attempt:
         if member is not None and member.here:
             return f"rank={hello.rank} has joined already: two processes claim the same rank"
         return ""
+
+    def was_ended_by(self, *ranks: int) -> bool:
+        """Whether these ranks have trained to the end."""
+        members = self.machine.members
+        return all(rank in members and members[rank].left for rank in ranks)
+
+    def was_ended(self) -> bool:
+        """Whether all have."""
+        return self.was_ended_by(*range(self.hello.world_size))
+
+    def leaves(self, hello: m.Hello) -> tuple[int, bool]:
+        """What its arenas are worth to the attempt that this rank begins.
+
+        Returns:
+            The newest step on disk; whether its ranks enter their training again. To another training of the same
+            script they are worth nothing: as if there were any step on disk.
+        """
+        again = hello.incarnation != self.hello.incarnation
+        same = hello.attempt == self.hello.attempt
+        return (self.newest_durable, same) if again or not same else (sys.maxsize, False)
 
     def heard_step(self, rank: int, message: m.Begin | m.Status | m.Prepared) -> None:
         """Track whether this attempt made progress; a rank's heartbeats before its Begin are ignored."""

@@ -268,8 +268,8 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        same = self.attempt is not None and self.attempt.hello.attempt == hello.attempt
-        self.arenas.begin(self.attempt.newest_durable if self.attempt is not None else 0, same)
+        durable, again = self.attempt.leaves(hello) if self.attempt is not None else (0, False)
+        self.arenas.begin(durable, again)
         attempt = self.incidents.begin(hello, self._buffers)
         machine = attempt.machine
         machine.arenas = self.arenas

@@ -29,6 +29,8 @@ from .tls import TlsFiles
 M = TypeVar("M", bound=m.Message)
 CONNECT_TIMEOUT = 30.0
 """Seconds to reach the controller, retries included."""
+LATER_TRAINING = 1800.0
+"""Seconds until all other ranks have ended an earlier training of the script; as torch waits in a collective."""
 SEND_TIMEOUT = 10.0
 """Seconds a single send may block; a peer that blocks it longer counts as lost."""
 SILENT = 2.0
@@ -206,19 +208,20 @@ class Link(Channel):
         joined()
 
     def _let_in(self, address: str, token: str, hello: m.Hello, deadline: float) -> tuple[m.Challenge, m.Welcome]:
-        """Greet, retrying while unauthenticated connections fill the controller's port."""
+        """Greet, retrying while unauthenticated connections fill the controller's port, or others train elsewhere."""
         while True:
             super().__init__(address, CONNECT_TIMEOUT, retry=True)
             try:
                 return self._greet(token, "rank", hello.rank, hello)
-            except _Busy:
-                if _clock.monotonic() > deadline:
+            except _Busy as error:
+                more = LATER_TRAINING if m.NOT_YET in str(error) else 0.0
+                if _clock.monotonic() > deadline + more:
                     raise
                 threading.Event().wait(0.1)
 
 
 class _Busy(ControlError):
-    """Whether the controller closed this connection to make room."""
+    """The controller cannot have this rank yet."""
 
 
 _live: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -268,4 +271,4 @@ def _refusal(reason: str, by: str) -> ControlError:
         return AuthenticationError(f"refused by {by}: {reason}")
     if reason.startswith("lastgasp version"):  # a directory may have "version" in its name
         return VersionMismatch(f"refused by {by}: {reason}")
-    return (_Busy if reason == m.BUSY else ControlError)(f"refused by {by}: {reason}")
+    return (_Busy if reason in (m.BUSY, m.NOT_YET) else ControlError)(f"refused by {by}: {reason}")

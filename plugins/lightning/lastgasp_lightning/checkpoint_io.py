@@ -101,7 +101,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
         with Staged(target, LAYOUT, sha256=self._config.sha256) as staged:
             save_verified(checkpoint, staged)
-            staged.publish(self._writer.provenance(checkpoint.get("global_step", 0), "periodic"))
+            staged.publish(self._writer.provenance(checkpoint.get("global_step", 0), "periodic", folder=target.parent))
 
     def load_checkpoint(
         self,

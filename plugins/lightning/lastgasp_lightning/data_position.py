@@ -77,7 +77,7 @@ class DataPosition:
 
     def _prepare(self, combined: Any) -> None:
         self._release()
-        self._combined, loaders = combined, combined.flattened
+        loaders = combined.flattened
         saved = self._pending[0].data if self._pending is not None else ""
         digest = self._fit.look_at_data(loaders, saved) if self._fit is not None else ""
         self._epoch = EpochPosition(loaders, self._rng, digest)
@@ -87,6 +87,7 @@ class DataPosition:
         watching = unsized or self._epoch.watching
         combined.__class__ = _tracked_class(type(combined), watching)
         combined.lastgasp_position = self
+        self._combined = combined
         if self._pending is not None:
             self._epoch.require(self._pending[0])
             for loader in loaders:

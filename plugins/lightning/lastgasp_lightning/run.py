@@ -85,7 +85,7 @@ class LightningRun(Training):
             name=f"lightning {versions()['lightning']}", kind_of=kind_of, device=trainer.local_rank, versions=versions()
         )
         fit = self.fit
-        self.writer = ManifestWriter("lightning", place, lambda: fit.fit)
+        self.writer = ManifestWriter("lightning", place, lambda: fit.fit, home=config.directory)
         make = partial(AdapterRun, framework, config, marks)
         joined = held.life if held is not None else None
         self.life = joined or make(place, connect(trainer, place))

@@ -108,7 +108,7 @@ class ShardedCheckpoints:
         with Staged(target, SHARDED, sha256=self._run.config.sha256) as staged:
             staged.adopt(temp, tuple(entries))
             # last.ckpt, into which Lightning would write: at no moment nothing has that name
-            staged.publish(self._run.writer.provenance(step, "periodic"), replace=True)
+            staged.publish(self._run.writer.provenance(step, "periodic", folder=target.parent), replace=True)
         self._io.gone(target)
 
     # -- load ---------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ class Losses(Callback):  # type: ignore[misc]
     """Appends a line per step to `rank-R.txt` in `LOSSES_DIR`: process, completed steps, the loss as hexadecimal.
 
     Completed steps are the optimizer's own `global_step`, so that the line says what the state is worth. Where the loss
-    is scaled by more than 1, the scale behind the step follows the loss.
+    is scaled by more than 1, the scale behind the step follows the loss. The scheduler's process writes none: msrun has
+    it run the script, too, which trains there as well if it does not call `init`, as one process need not.
     """
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Called by Model.train after each step."""
-        if not os.environ.get("LOSSES_DIR"):
+        if not os.environ.get("LOSSES_DIR") or os.environ.get("MS_ROLE") == "MS_SCHED":
             return
         now = run_context.original_args()
         optimizer = now.optimizer if now.optimizer is not None else now.train_network.optimizer
