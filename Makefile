@@ -66,8 +66,6 @@ unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTEST_DISABLE_PLUGIN_AUTOLOAD
 test tests test-full: export TESTS_NEED_MEGATRON := 1
 test tests test-full: export TESTS_NEED_MINDSPORE := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
-# Every process as users start it; make test forks many of them (tests/support/prefork).
-test-full: export TESTS_COLD := 1
 
 # Lint runs beside the tests: mypy is one process, and a fresh checkout has nothing in its cache.
 test: lint tests  ## lint, and all tests but the full matrix
@@ -77,8 +75,11 @@ tests: $(MEGATRON) $(MINDSPORE)
 test-fast: $(STAMP)  ## the tests of a few seconds
 	$(BIN)/python -m pytest -m "not full and not slow and not fault" $(ARGS)
 
-test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW)  ## everything, the whole fault matrix included (long)
-	$(BIN)/python -m pytest -o faulthandler_timeout=2000 $(WORKERS) $(ARGS)
+# Of a matrix the cases that cover each pair of values; PRODUCTS= runs all of them, TESTS_COLD=1 starts every process as
+# users do, where others are forked from one that has imported torch (tests/support/prefork): half a day, and twice that.
+PRODUCTS ?= --covering
+test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW)  ## everything, the fault matrices included (hours)
+	$(BIN)/python -m pytest -o faulthandler_timeout=2000 $(PRODUCTS) $(WORKERS) $(ARGS)
 
 bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
 	$(BIN)/python -m benchmarks

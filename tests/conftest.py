@@ -30,7 +30,7 @@ make_importable()
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Nothing about time: how long an example takes says more of the machine than of the code. The same examples in each
-# run, so that one that fails is found by who changes the code, and not by anybody later; make test-full draws others.
+# run, so that one that fails is found by who changes the code, and not by anybody later; TESTS_COLD=1 draws others.
 settings.register_profile(
     "tests",
     max_examples=50,

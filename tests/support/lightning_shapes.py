@@ -151,7 +151,8 @@ def precision(shape: str) -> dict[str, Any]:
 def main() -> None:
     """Train as `--shape` says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", choices=("plain", "gan", "folds", "sweep", "tuner", "workers", "bf16", "fp16"), required=True)
+    shapes = ("plain", "gan", "folds", "sweep", "tuner", "workers", "bf16", "fp16")
+    parser.add_argument("--shape", choices=shapes, required=True)
     parser.add_argument("--dir", required=True)
     parser.add_argument("--final", type=Path, required=True)
     parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(","))), default=None)

@@ -1,8 +1,8 @@
 """Of a product of cases, those that `make test-full` takes: every two values that occur together do so in one of them.
 
-A matrix of kinds, moments, ranks, launchers and sizes has hundreds of jobs, and a whole one takes half a day on two cores:
-nobody runs it, and nobody sees what fails in it. What a fault does depends on one or two of these at a time, hardly ever on
-three, so a tenth of the jobs finds nearly all of it in an hour or two. Tests marked `product` are cut with `--covering`;
+A matrix of kinds, moments, ranks, launchers and sizes has hundreds of jobs, and all matrices take half a day on two
+cores: nobody runs them, and nobody sees what fails in them. What a fault does depends on one or two of these at a time,
+hardly ever on three, so a tenth of the jobs finds nearly all of it. Tests marked `product` are cut with `--covering`;
 without it pytest runs all of them, e.g. those of one file whose code has changed.
 """
 
@@ -22,7 +22,7 @@ Row = Mapping[str, Hashable]
 
 def add_option(parser: pytest.Parser) -> None:
     """Add `--covering`."""
-    parser.addoption(OPTION, action="store_true", help="of tests marked `product`, run those that cover every pair of values")
+    parser.addoption(OPTION, action="store_true", help="of tests marked `product`, run those that cover each pair")
 
 
 def deselect_covered(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,7 +61,8 @@ def covering(rows: Sequence[Row], *once: str) -> set[int]:
     chosen = set[int]()
     used = Counter[Hashable]()
     while missing:
-        best = max(range(len(rows)), key=lambda n: (len(held[n] & missing), -sum(used[rows[n].get(name)] for name in once)))
+        spread = [-sum(used[row.get(name)] for name in once) for row in rows]
+        best = max(range(len(rows)), key=lambda n: (len(held[n] & missing), spread[n]))
         chosen.add(best)
         missing -= held[best]
         used.update(rows[best].get(name) for name in once)

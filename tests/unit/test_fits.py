@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,9 +88,10 @@ def test_a_folder_may_be_shared_with_fits_of_other_directories(tmp_path: Path) -
     """Those of a directory that is gone may have been moved here."""
     for name in ("a", "b", "shared"):
         (tmp_path / name).mkdir()
+    homes: list[Any] = ["../a", "../b", "../gone", msgspec.UNSET]
     found = [
         Candidate(tmp_path / "shared" / f"{n}.ckpt", 1, manifest(Fit(number=0, home=home)))
-        for n, home in enumerate(("../a", "../b", "../gone", msgspec.UNSET))
+        for n, home in enumerate(homes)
     ]
     assert [c.path.name for c in of_fit(found, 0, tmp_path / "a")] == ["0.ckpt", "2.ckpt", "3.ckpt"]
 

@@ -165,7 +165,8 @@ def decode(data: bytes) -> Manifest | ManifestProblem:
         manifest = msgspec.json.decode(data, type=Manifest)
         intact = manifest.self_digest == _own_digest(manifest) and encode(manifest) == data
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        return ManifestProblem("damaged", f"manifest is not readable as JSON of version 1 to {MANIFEST_VERSION}: {error}")
+        versions = f"version 1 to {MANIFEST_VERSION}"
+        return ManifestProblem("damaged", f"manifest is not readable as JSON of {versions}: {error}")
     if version != _version(manifest.fit) or not intact:
         return ManifestProblem("damaged", "manifest was changed after it was written (its own digest differs)")
     return manifest

@@ -268,8 +268,8 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        durable, again = self.attempt.leaves(hello) if self.attempt is not None else (0, False)
-        self.arenas.begin(durable, again)
+        durable, same = self.attempt.leaves(hello) if self.attempt is not None else (0, False)
+        self.arenas.begin(durable, same)
         attempt = self.incidents.begin(hello, self._buffers)
         machine = attempt.machine
         machine.arenas = self.arenas

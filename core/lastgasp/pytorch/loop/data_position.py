@@ -365,9 +365,14 @@ class DataPosition:
                     one.position.seen(batch)
         one.in_turn = progress.in_turn
 
-    def ask(self, one: DataPass) -> None:
-        """The loop asks this pass for a batch: its body has ended, and with it every pass that began inside."""
-        one.asking = True
+    def ask(self, one: DataPass) -> bool:
+        """The loop asks this pass for a batch: its body has ended, and with it every pass that began inside.
+
+        Returns:
+            Whether it goes on although it had seemed to be inside of what has gone on before: the position that was
+            recorded last lacks it.
+        """
+        one.asking, late = True, one.set_aside and (one.parent is not None or not one.persists)
         if one.set_aside:
             one.persists = one.persists or one.parent is None
             one.set_aside, one.parent, self._dirty = False, None, True
@@ -378,6 +383,7 @@ class DataPosition:
                 each.set_aside = each.set_aside or (each.parent is one and not (each.over or each.broken))
             self._passes = [p for p in self._passes if p.set_aside or one not in _parents(p)]
             one.again, self._dirty = b"", True
+        return late
 
     def fetch(self, one: DataPass) -> Any:
         """The next batch.

@@ -30,7 +30,7 @@ from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
 from lastgasp.pytorch.loop.dump import dump
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.finish import finish_step
-from lastgasp.pytorch.loop.inexact import Inexact
+from lastgasp.pytorch.loop.inexact import LATE, Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, require_held
@@ -349,7 +349,8 @@ class Run:
             StopIteration: there is none, or `max_steps` is reached.
             Released: a recovery took place.
         """
-        self.book.ask(one)
+        if self.book.ask(one) and self._snapshot is not None:
+            self._snapshot.notes.append(LATE)
         try:
             self.body_over()
             if finished():
