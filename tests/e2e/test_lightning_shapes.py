@@ -48,7 +48,7 @@ def check(tmp_path: Path, shape: str, kill: str) -> None:
     assert records[0].step_saved == step
     assert differences(straight, killed) == []
     if shape != "sweep":
-        logs_alike(straight.parent, killed.parent, 2 if shape == "folds" else 1, again="1" == kill.split(",")[1])
+        logs_alike(straight.parent, killed.parent, 2 if shape == "folds" else 1, again=kill.split(",")[1] == "1")
     assert [note for note in records[0].notes if "DataLoader workers" in note] != [] or shape != "workers"
 
 

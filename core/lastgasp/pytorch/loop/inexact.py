@@ -17,8 +17,8 @@ _REPLAY = (
 
 
 LATE = (
-    "a loader goes on in turn with another one, or from epoch to epoch, which the loop has just shown: a resume from this "
-    "step begins its pass again; from a later one it goes on where it was"
+    "a loader goes on in turn with another one, or from epoch to epoch, which the loop has just shown: a resume from "
+    "this step begins its pass again; from a later one it goes on where it was"
 )
 """Note of a step at whose end it looked as if it were over with what goes on beside it, as an inner loop's is."""
 
