@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def pieces() -> list[tuple[str, str]]:
     """Page and text of each piece of code that one process can run. Two ranks cost as much as all of it: one device."""
     found = {text: page.name for page in SHOWN for text in blocks(page, "python")}
     return [
-        (page, text.replace('devices=2, strategy="ddp"', "devices=1"))
+        (page, re.sub(r'devices=\d, strategy="ddp"', "devices=1", text))
         for text, page in found.items()
         if page not in (LOOP_PAGE, AGAIN_PAGE) and not text.lstrip().startswith(tuple(CODE_ELSEWHERE))
     ]

@@ -13,7 +13,7 @@ pytest.importorskip("lightning")
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import tensor
 
-from lastgasp_lightning.metrics import OwnAccumulators, decode_own
+from lastgasp_lightning.metrics import OwnAccumulators, as_logged, decode_own, of_a_new_rank, with_others
 
 
 def _log(results: Any, name: str, value: float, **options: Any) -> None:
@@ -65,3 +65,36 @@ def test_metrics_of_a_collection_made_anew_are_found() -> None:
     assert own.encode() == b""
     _log(results, "loss", 7.0, on_step=True, on_epoch=False)
     assert _values(own.encode())["training_step.loss"]["value"] == 7.0
+
+
+def _rows(*values: float) -> list[dict[str, Any]]:
+    results, own = _accumulators()
+    for value in values:
+        _log(results, "loss", value, on_step=True, on_epoch=True)
+        for name, how in (("mean", torch.mean), ("sum", torch.sum), ("top", torch.max), ("low", torch.min)):
+            _log(results, name, value, on_step=False, on_epoch=True, reduce_fx=how, sync_dist=True)
+    return decode_own(own.encode())
+
+
+def _by_name(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    return {row["meta"]["name"]: [v.item() for v in row["states"].values()] for row in rows}
+
+
+def test_what_missing_ranks_had_accumulated_is_added_where_all_are_reduced_to_one() -> None:
+    found = _by_name(with_others(_rows(3.0), [_rows(1.0, 7.0), _rows(2.0)]))
+    assert found == {
+        "loss": [6.0, 2.0, 3.0], "mean": [26.0, 8.0], "sum": [13.0], "top": [7.0], "low": [1.0],
+    }  # fmt: skip
+
+
+def test_a_new_rank_adds_nothing_to_the_others() -> None:
+    found = _by_name(of_a_new_rank(_rows(3.0)))
+    assert found == {
+        "loss": [6.0, 2.0, 3.0], "mean": [0.0, 0.0], "sum": [0.0], "top": [-torch.inf], "low": [torch.inf],
+    }  # fmt: skip
+
+
+def test_the_step_of_the_boundary_is_logged_as_it_was() -> None:
+    rows = _rows(3.0)
+    as_logged(rows, _rows(1.0, 7.0))
+    assert _by_name(rows)["loss"] == [6.0, 2.0, 7.0]

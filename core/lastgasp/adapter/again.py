@@ -7,7 +7,7 @@ The adapter calls `enter` around its framework's training. In it, its run takes 
 from __future__ import annotations
 
 from lastgasp.config import Recovery
-from lastgasp.gasp.again import Again
+from lastgasp.gasp.again import INCARNATION, NEW, Again
 from lastgasp.gasp.joining import is_to_be_taken_in, order_when_taken_in, tell_code
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.pytorch.handover import cloned
@@ -20,8 +20,10 @@ from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 from lastgasp.pytorch.uservalues import ONCE, Limits, Root, UserValues, fill, is_users, is_users_module, packed
 
 __all__ = [
+    "INCARNATION",
     "LATER",
     "MEMORY",
+    "NEW",
     "ONCE",
     "Again",
     "AgainHere",

@@ -10,6 +10,7 @@ from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
 from lastgasp.pytorch.compiled import values_of
+from lastgasp.pytorch.elastic.loader import ElasticLoader, GlobalBatch
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
 from lastgasp.pytorch.flags import Flags
@@ -64,12 +65,14 @@ __all__ = [
     "Closure",
     "Collectives",
     "CommunicationMarks",
+    "ElasticLoader",
     "EnteredFromFiles",
     "EpochPosition",
     "EpochRecord",
     "Files",
     "Flags",
     "GaspSource",
+    "GlobalBatch",
     "LoaderPosition",
     "LoopMarks",
     "MovingParameters",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Checkpoint, LearningRateFinder
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -29,6 +30,9 @@ from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import Place, choose_backend, launched, recovery_here
 from lastgasp.adapter.again import (
+    INCARNATION,
+    NEW,
+    Again,
     AgainHere,
     Entry,
     Recovery,
@@ -46,7 +50,11 @@ from lastgasp_lightning.checkpoint_io import LAYOUT
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import KeptTrainer
+from lastgasp_lightning.logversions import leave
+from lastgasp_lightning.metrics import is_summed
 from lastgasp_lightning.ranks import connect, is_sharded_by
+from lastgasp_lightning.resume import LOST, accumulators_of, logged
+from lastgasp_lightning.state import KEY
 from lastgasp_lightning.unsharded import cannot_shard_again
 from lastgasp_lightning.uservalues import ValuesOfSteps, roots_of
 
@@ -124,6 +132,22 @@ def _watch_groups() -> None:
     """Know the process groups that strategies of Lightning's make: an entry makes them again."""
     for strategy, name in ((DDPStrategy, "setup_distributed"), (ModelParallelStrategy, "_setup_distributed")):
         setattr(strategy, name, _watched(getattr(strategy, name)))
+    _count_ranks()
+
+
+def _count_ranks() -> None:
+    """The ranks that there are may be fewer than those of all devices that the script has asked for."""
+    complete: Any = DDPStrategy.distributed_sampler_kwargs
+    DDPStrategy.distributed_sampler_kwargs = property(  # type: ignore[method-assign, assignment]
+        lambda self: {**complete.fget(self), "num_replicas": self.world_size}
+    )
+    original = TorchElasticEnvironment.validate_settings
+
+    def validate_settings(self: Any, num_devices: int, num_nodes: int) -> None:
+        if not os.environ.get(INCARNATION):
+            original(self, num_devices, num_nodes)
+
+    TorchElasticEnvironment.validate_settings = validate_settings  # type: ignore[method-assign]
 
 
 def _watched(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -206,6 +230,41 @@ class LightningAgain(AgainHere):
         self._names, self._trained = names_of(run.trainer), trained(run.trainer)
         if entry is not None and not entry.why and entry.sessions == 1:
             run.state.values = ValuesOfSteps(run.trainer, self.values_of)
+
+    def elastic(self) -> bool:
+        """Its `ElasticLoader` has the micro-batches of missing ranks done."""
+        return self.run.elastic.loader is not None
+
+    def ready(self) -> None:
+        """As in the base; the incident gets the digest of all samples that were used before it."""
+        loader, enters = self.run.elastic.loader, self.enters
+        super().ready()
+        if loader is not None and enters and self.run.place.rank == 0:
+            self.run.session.note(loader.told)
+
+    def keep(self, again: Again) -> None:
+        """As in the base; who logs may be another rank from now on."""
+        super().keep(again)
+        rank = self.run.place.rank
+        if again.members and again.numbers.get(rank) != rank:
+            leave(self.run.trainer.loggers)
+
+    def renumbered(self, checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:
+        """As in the base; with what no rank has any more of what each has had alone."""
+        if again.members:
+            record = checkpoint[KEY]
+            gone = {rank: aux for rank, aux in record["small"].items() if rank not in again.members}
+            first = record["small"].get(0)
+            record["left"] = {
+                "logged": logged(checkpoint),
+                "first": accumulators_of(first) if first is not None else b"",
+                "accumulators": [*map(accumulators_of, gone.values())],
+            }
+            record["results_rank"] = again.numbers.get(record["results_rank"], NEW)
+            missing = [rank for rank in again.lost if again.rung == "shrink" and rank not in gone]
+            if missing and any(map(is_summed, record["results"])):
+                self.run.session.note(LOST.format(", ".join(map(str, missing))))
+        return super().renumbered(checkpoint, again)
 
     def changed(self) -> str:
         """Parameters have other names or number (ModelPruning), data or plain values cannot be those of the step."""

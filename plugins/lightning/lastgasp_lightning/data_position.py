@@ -23,6 +23,7 @@ from lastgasp.adapter.torch import (
     rng,
 )
 from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.elastic import ElasticSteps
 from lastgasp_lightning.thisfit import ThisFit
 
 
@@ -31,10 +32,13 @@ class DataPosition:
 
     `record(k)` returns the encoded position after `k` batches of the epoch; the same object as long as nothing
     changed. `resume(data, epoch, k)` is called before the loaders are made.
+
+    Attributes:
+        elastic: what is to be done for an `ElasticLoader`, if there is one.
     """
 
     def __init__(self, trainer: Any, devices: Any = (), fit: ThisFit | None = None) -> None:
-        self._trainer, self._fit = trainer, fit
+        self._trainer, self._fit, self.elastic = trainer, fit, ElasticSteps(trainer)
         self._rng = rng.RngRecorder(devices)
         self._combined: Any = None
         self._epoch = EpochPosition([], self._rng)
@@ -55,6 +59,7 @@ class DataPosition:
         while self._undo:
             self._undo.pop()()
         self._release()
+        self.elastic.release()
 
     def resume(self, data: bytes, epoch: int, consumed: int) -> None:
         """The first epoch of this run continues epoch `epoch` after `consumed` batches.
@@ -76,6 +81,7 @@ class DataPosition:
         return load
 
     def _prepare(self, combined: Any) -> None:
+        self.elastic.adopt(combined.flattened)
         self._release()
         loaders = combined.flattened
         saved = self._pending[0].data if self._pending is not None else ""
@@ -122,6 +128,7 @@ class DataPosition:
     def start(self, combined: Any, begin: Callable[[], Any]) -> Any:
         """`iter(combined)`: an epoch begins, or is continued."""
         pending, self._pending = self._pending, None
+        self.elastic.epoch_begins(pending[1] if pending else self._trainer.fit_loop.epoch_progress.current.processed)
         if pending is not None:
             return self._continue(combined, begin, pending[0], pending[2])
         self._epoch.begin()

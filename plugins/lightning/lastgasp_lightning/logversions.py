@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,18 @@ def _remembering(original: Callable[[Any], int]) -> Callable[[Any], int]:
 def is_automatic(logger: Any) -> bool:
     """Whether `logger` has chosen its version automatically, since `watch_versions`."""
     return logger in _chosen
+
+
+def leave(loggers: Iterable[Any]) -> None:
+    """This process is to have another rank: none of its loggers is open, or has a version that it chose for itself.
+
+    Where it is rank 0 next, a logger that knew its version would begin with empty files in it.
+    """
+    for one in loggers:
+        if is_automatic(one):
+            if isinstance(one, TensorBoardLogger) and one._experiment is not None:
+                one._experiment.close()
+            one._experiment = one._version = None
 
 
 def read_owner(folder: Path) -> Owner | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -119,6 +119,43 @@ def _encode(key: str, metric: Any, *states: Any) -> dict[str, Any]:
         "states": {n: _plain(v) for n, v in zip(_STATES, states, strict=False) if v is not None},
         "has_reset": states[-1],
     }
+
+
+def is_summed(row: dict[str, Any]) -> bool:
+    """Whether all ranks' accumulators are reduced to one at the end of the epoch."""
+    return bool(row["sync"][0] and row["meta"]["on_epoch"])
+
+
+def with_others(rows: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A rank's accumulators, and in them those of ranks that are missing, where all are reduced to one."""
+    own = {row["key"]: row for row in rows if is_summed(row)}
+    for other in (row for each in others for row in each if row["key"] in own):
+        states, more = own[other["key"]]["states"], other["states"]
+        if other["reduce"] in ("max", "min"):
+            states["value"] = getattr(torch, other["reduce"] + "imum")(states["value"], more["value"])
+        else:
+            states |= {name: states[name] + more[name] for name in ("value", "cumulated_batch_size") if name in more}
+    return rows
+
+
+def as_logged(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> None:
+    """Have rank 0 log of the step of the boundary what the rank did that was 0 before: it is logged once more."""
+    before = {row["key"]: row["states"].get("_forward_cache") for row in first}
+    for row in rows:
+        if (value := before.get(row["key"])) is not None:
+            row["states"]["_forward_cache"] = value
+
+
+def of_a_new_rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Another rank's accumulators, without what is in that one's already: all ranks must have the same ones."""
+    begin = {"max": -torch.inf, "min": torch.inf}
+    for row in filter(is_summed, rows):
+        states = {name: one for name, one in row["states"].items() if name in ("value", "cumulated_batch_size")}
+        row["states"] = {
+            name: torch.full_like(one, begin.get(row["reduce"], 0.0) if name == "value" else 0)
+            for name, one in states.items()
+        }
+    return rows
 
 
 def _meta(meta: Any) -> dict[str, Any]:

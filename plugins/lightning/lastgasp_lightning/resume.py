@@ -18,10 +18,11 @@ from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.extra import split_extra
-from lastgasp_lightning.metrics import decode_own, restore_results
+from lastgasp_lightning.metrics import as_logged, decode_own, is_summed, of_a_new_rank, restore_results, with_others
 from lastgasp_lightning.state import KEY, VERSION, LightningState
 from lastgasp_lightning.tuner import set_found
 
+LOST = "what self.log had accumulated in this epoch on rank {} is lost: what is reduced over all ranks leaves it out"
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -73,6 +74,8 @@ class Resume:
         _to_boundary(checkpoint, record)
         set_found(trainer, record.get("tuned", {}))
         position, self._own, _ = split_extra(self._aux.extra if self._aux is not None else b"")
+        if trainer.global_rank not in record["small"]:
+            self._own = b""
         self._state.position.resume(position, record["epoch"], record["batch"])
         self._undo.append(restore_layout(trainer, record.get("buckets")))
         self._arrange(trainer)
@@ -88,7 +91,12 @@ class Resume:
         return bool(self._record)
 
     def _choose_aux(self, trainer: Any, record: dict[str, Any]) -> AuxState | None:
-        own = own_aux(record, trainer.global_rank, trainer.world_size, self._note)
+        states: dict[int, bytes] = record["small"]
+        if "elastic" in record:  # which ranks there are may have changed, and no step depends on it
+            self._state.position.elastic.used = record["elastic"]
+            own = states.get(trainer.global_rank, states[min(states)] if states else None)
+        else:
+            own = own_aux(record, trainer.global_rank, trainer.world_size, self._note)
         return decode_aux(own) if own is not None else None
 
     def _note(self, text: str) -> None:
@@ -158,8 +166,17 @@ class Resume:
         device = trainer.strategy.root_device
         logs._callback_metrics.update({k: v.to(device) for k, v in record["metrics"].items()})
         rows = decode_own(self._own) or record["results"]
-        if rows is record["results"] and rows and record.get("results_rank") != trainer.global_rank:
+        if "elastic" in record and trainer.global_rank not in record["small"]:
+            if any(map(is_summed, rows)) and "left" not in record and trainer.global_rank < record["world_size"]:
+                self._note(LOST.format(trainer.global_rank))
+            rows = of_a_new_rank(rows)
+        elif rows is record["results"] and rows and record.get("results_rank") != trainer.global_rank:
             self._note(f"the epoch's accumulators of self.log on rank {trainer.global_rank} are those of another rank")
+        if "elastic" in record and trainer.is_global_zero:
+            missing = [data for rank, data in record["small"].items() if rank >= trainer.world_size]
+            others = (*map(accumulators_of, missing), *record.get("left", {}).get("accumulators", ()))
+            rows = with_others(rows, map(decode_own, others))
+            as_logged(rows, decode_own(record.get("left", {}).get("first", b"")))
         restore_results(trainer, rows)
         if lost := record.get("unsaved"):
             self._note(f"torchmetrics objects begin anew, without what they had in this epoch: {', '.join(lost)}")
@@ -170,8 +187,16 @@ class Resume:
 
 def logged(checkpoint: dict[str, Any]) -> bytes:
     """What rank 0, which logs, had logged at the boundary of `checkpoint`; empty where that is not known."""
-    aux = checkpoint.get(KEY, {}).get("small", {}).get(0)
+    record = checkpoint.get(KEY, {})
+    if "left" in record:
+        return bytes(record["left"]["logged"])
+    aux = record.get("small", {}).get(0)
     return split_extra(decode_aux(aux).extra)[2] if aux is not None else b""
+
+
+def accumulators_of(aux: bytes) -> bytes:
+    """Those of `self.log` in a rank's auxiliary state; empty where there are none."""
+    return split_extra(decode_aux(aux).extra)[1]
 
 
 def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:

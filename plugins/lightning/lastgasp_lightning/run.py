@@ -66,6 +66,7 @@ class LightningRun(Training):
     Attributes:
         life: connects, begins, ends.
         entry: of this fit, where it may be entered again.
+        elastic: what is done for an `ElasticLoader`, if it has one.
         raised: what ended it, where Lightning has not told the other callbacks of it yet.
     """
 
@@ -79,6 +80,7 @@ class LightningRun(Training):
         self.users_handler = users_handler(held)
         self.fit = ThisFit(trainer, config.directory)
         self.state = LightningState(trainer, self.fit)
+        self.elastic = self.state.position.elastic
         self.resume = Resume(self.state)
         self.place = place = place_of(trainer)
         framework = Framework(
@@ -202,6 +204,8 @@ class LightningRun(Training):
         self.mark_step = partial(self._first_step, self.mark_step)
         self._unreduced = Unreduced([strategy.model], life.compare_again, self.session.note)
         life.bind(self)
+        self.elastic.mark(step)
+        self.session.status.elastic = self._again_here.elastic()
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if reason := self.state.position.inexact:
             workers = "a resume restores the order of the samples, not random numbers drawn in DataLoader workers"
@@ -222,6 +226,7 @@ class LightningRun(Training):
     def complete(self, step: int) -> None:
         """A step is complete and captured."""
         self.session.step_completed(step)
+        self.elastic.mark(step)
         self.mark_step(step)
         snapshot = self.state.snapshot
         if snapshot is not None:
@@ -276,7 +281,12 @@ class LightningRun(Training):
 
     def dump(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         """The checkpoint of `step`; enters no collective."""
-        return self.state.dump(step, aux)
+        return self._with_samples(self.state.dump(step, aux), step)
+
+    def _with_samples(self, checkpoint: dict[str, Any], step: int) -> dict[str, Any]:
+        if (used := self.elastic.used_by(step)) is not None:
+            checkpoint[KEY]["elastic"] = used
+        return checkpoint
 
     def _dump_for_a_file(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         self.note_unsaved()
@@ -301,6 +311,7 @@ class LightningRun(Training):
         self.state.annotate(checkpoint)
         if KEY in checkpoint:
             checkpoint[KEY]["not_saved"] = "; ".join(filter(None, (self.not_saved(), *self._lost())))
+            self._with_samples(checkpoint, checkpoint[KEY]["step"])
 
     def digests(self) -> Digests:
         """As `Training` says."""

@@ -20,7 +20,8 @@ from lastgasp.pytorch.loop.parts import ddp_of
 Batch = Literal["constant", "scaled"]
 NOT_HERE = (
     "make the ElasticLoader inside of the function that train() calls, once the process group is there, give it to the "
-    "state, TorchState(..., elastic=loader), and iterate it by s.batches(loader)"
+    "state, TorchState(..., elastic=loader), and iterate it by s.batches(loader); with Lightning return it from "
+    "train_dataloader(), and have LastGasp among the callbacks"
 )
 UPDATED = (
     "parameters were changed inside of the loop over the micro-batches of a step, where each rank has gradients of its "
@@ -49,6 +50,8 @@ class ElasticLoader:
     inner loop has nothing to do.
 
     Random numbers are drawn from generators that are seeded anew for each micro-batch, by its place in the training.
+
+    A module of Lightning's returns it from `train_dataloader` (docs/lightning.md).
 
     Args:
         dataset: map-style (`__len__`, `__getitem__`).

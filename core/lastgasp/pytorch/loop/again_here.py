@@ -17,7 +17,7 @@ from lastgasp.arena import available
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
-from lastgasp.gasp.again import Again
+from lastgasp.gasp.again import NEW, Again
 from lastgasp.ports import Layout, StateSource
 from lastgasp.pytorch.cut import cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
@@ -151,6 +151,10 @@ class AgainHere:
     def before_dump(self, step: int) -> None:
         """The state of `step` is about to be dumped: have all that stands beside it as it was then."""
 
+    def renumbered(self, checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:
+        """The checkpoint by the numbers that the ranks have from now on, where some are missing or are there again."""
+        return renumbered(checkpoint, again)
+
     def values(self) -> bytes:
         """What the user's objects keep beside the state, for a rank that takes it from this one."""
         return b""
@@ -213,9 +217,10 @@ class AgainHere:
         status = run.life.session.status
         self.before_dump(again.step)
         if run.place.rank not in again.takers:
-            checkpoint = renumbered(cloned(run.dump(again.step, again.aux)), again)
+            checkpoint = self.renumbered(cloned(run.dump(again.step, again.aux)), again)
             durable = again.step if again.saved else status.durable
-            values = self.values() if again.takers and run.place.rank == again.source else b""
+            gives = bool(again.takers) or NEW in again.members
+            values = self.values() if gives and run.place.rank == again.source else b""
             memory = Memory(again.step, checkpoint, durable, run.source.present, values)
             place = place_after(run.place, again)
             known = TakenAlong((status.recovery, status.elastic), run.users_handler, run.life.alike, between)
