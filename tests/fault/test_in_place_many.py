@@ -18,12 +18,16 @@ OFFER = "a fault can be answered in place, as incarnation {}\n"
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+LONG = (pytest.mark.full, pytest.mark.cold)
+"""A rank that was forked makes the pages of its image its own one after the other, which looks like growth."""
+
+
 @pytest.mark.parametrize(
     ("worker", "count", "after"),
     [
         pytest.param(LOOP, 6, 3, id="6 faults"),
-        pytest.param(LOOP, 30, 5, marks=pytest.mark.full, id="30 faults"),
-        pytest.param(LIGHTNING, 12, 3, marks=pytest.mark.full, id="12 faults of ModelParallelStrategy"),
+        pytest.param(LOOP, 30, 5, marks=LONG, id="30 faults"),
+        pytest.param(LIGHTNING, 12, 3, marks=LONG, id="12 faults of ModelParallelStrategy"),
     ],
 )
 def test_nothing_grows_with_the_number_of_faults(worker: Path, count: int, after: int, tmp_path: Path) -> None:
