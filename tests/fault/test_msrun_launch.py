@@ -137,6 +137,9 @@ if os.environ["MS_ROLE"] == "MS_SCHED":
 elif rank == "1":
     (folder / f"one-{os.getpid()}").touch()
 elif attempt == "1":
+    until = time.monotonic() + 60
+    while len(list(folder.glob("scheduler-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
     (folder / "over").touch()
 else:
     while not list(folder.glob("one-*")):

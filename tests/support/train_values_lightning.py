@@ -141,12 +141,12 @@ def main() -> None:
     """Two epochs; the second one is short."""
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     seed_everything(7 + rank)
     x = torch.randn(4 * STEPS * world, 8, generator=torch.Generator().manual_seed(1))
     net, average = Net(), Average()
     trainer = Trainer(
-        accelerator="cpu", devices=world, strategy="ddp", max_steps=STEPS + 12, logger=False,
+        accelerator="cpu", devices=here, num_nodes=world // here, strategy="ddp", max_steps=STEPS + 12, logger=False,
         default_root_dir=directory, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[Gate(), average, LastGasp(directory)],
     )  # fmt: skip
