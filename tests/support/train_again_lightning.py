@@ -242,8 +242,8 @@ def main() -> None:
     )  # fmt: skip
     if args.twice:
         Trainer(
-            accelerator="cpu", devices=world, strategy="ddp", callbacks=[LastGasp(args.dir)], max_steps=2, logger=False,
-            enable_checkpointing=False, enable_model_summary=False,
+            accelerator="cpu", devices=here, num_nodes=world // here, strategy="ddp", callbacks=[LastGasp(args.dir)],
+            max_steps=2, logger=False, enable_checkpointing=False, enable_model_summary=False,
         ).fit(Net(), DataLoader(data, batch_size=4))  # fmt: skip
     if args.validate:
         trainer.validate(model, DataLoader(data, batch_size=8), verbose=False)

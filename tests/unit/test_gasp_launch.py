@@ -20,6 +20,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
 from lastgasp.gasp.attempt import Attempt
+from lastgasp.gasp.observer import Observer
 from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
@@ -247,6 +248,17 @@ def test_an_attempt_that_resumes_and_fails_made_no_progress() -> None:
     assert not attempt.progressed
     attempt.heard_step(0, status(4))
     assert attempt.progressed
+
+
+def test_who_has_led_an_attempt_hands_it_back_at_the_end_of_a_training() -> None:
+    """The ranks end it one after the other, and begin the next one as early as they can."""
+    attempt = Attempt.of(HELLO)
+    machine = attempt.machine
+    attempt.led_by("MindIO")
+    assert isinstance(attempt.machine, Observer)
+    for leader in ("MindIO", "", ""):
+        attempt.led_by(leader)
+    assert attempt.machine is machine
 
 
 def test_an_attempt_without_a_begin_made_none() -> None:

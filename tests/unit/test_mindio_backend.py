@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lastgasp import exitcodes
-from lastgasp.backends.ascend.mindio import backend, exits, shutdown, validation
+from lastgasp import backends, exitcodes
+from lastgasp.backends.ascend.mindio import backend, early, exits, shutdown, validation
 from lastgasp.backends.ascend.mindio.backend import Control, MindioBackend
 from lastgasp.backends.ascend.mindio.handlers import Handlers
 from lastgasp.backends.ascend.mindio.lastword import LastWord
@@ -23,6 +23,7 @@ from lastgasp.backends.ascend.mindio.strategies import Strategies
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import INCARNATION, LED
 from lastgasp.gasp.rank_status import RankStatus, given_up
 from lastgasp.ports import Repaired
 from lastgasp.topology import Place, data_parallel
@@ -100,7 +101,8 @@ class Rank:
 
     def tell(self, message: Any) -> bool:
         """Noted."""
-        self.calls.append(f"tell {message.ending}")
+        what = "nobody leads" if isinstance(message, m.Led) and not message.by else f"tell {message.ending}"
+        self.calls.append(what)
         self.on_tell()
         return self.led
 
@@ -345,10 +347,29 @@ def test_a_state_that_nobody_holds_is_not_repaired_in_place(tmp_path: Path, kind
 
 def test_a_rank_leaves_together_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "destroy", lambda api: shutdown.destroy(api, 60.0))
+    monkeypatch.setattr(backends, "_ended", [])
     rank = Rank(tmp_path)
     rank.backend.goodbye()
     rank.backend.goodbye()
-    assert rank.calls == ["together", "destroy"]
+    assert rank.calls == ["together", "destroy", "nobody leads"]
+
+
+def test_a_later_training_of_the_process_is_the_embedded_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MindIO's repairs are no incarnations of it; a new process finds its controller together with the others."""
+    new = early.Early(None, None, 1, False, anew=True, adopted=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(backends, "_ended", [])
+    monkeypatch.setattr(early, "_early", [new])
+    for name, value in ((INCARNATION, "3"), (LED, "1"), (early.CONTROLLER, "127.0.0.1:1")):
+        monkeypatch.setenv(name, value)
+    found = {name: Path("/site") / name for name in ("mindio_ttp", "torch_npu")}
+    env = {"LASTGASP_BACKEND": "ascend"}
+    assert backends.choose_backend(env, found.get).backend == "ascend"
+    Rank(tmp_path).backend.goodbye()
+    choice = backends.choose_backend(env, found.get)
+    assert choice.backend == "embedded" and "it leads one training of a process" in choice.brief()
+    assert (os.environ[INCARNATION], os.environ[early.CONTROLLER]) == ("1", "")
 
 
 def test_a_rank_that_has_the_last_step_stays_where_another_died(

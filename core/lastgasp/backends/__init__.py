@@ -23,6 +23,9 @@ _NPU_DEVICES = Path("/dev")
 Find = Callable[[str], Path | None]
 """Finds the location of an importable top-level package, or None."""
 
+_ended = list[str]()
+"""Why MindIO leads no training of this process any more."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -76,6 +79,9 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
     Args:
         environ: the environment; None for this process's. find: locates packages; None for the import system.
 
+    Returns:
+        The embedded engine, whatever is wanted, where MindIO has led an earlier training of this process.
+
     Raises:
         ConfigError: another value, or `ascend` although something it needs is missing; names everything missing.
     """
@@ -88,12 +94,17 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
     attempts = _look(env, find or _installed, devices=wanted == "auto")
     needed = [attempt for attempt in attempts if attempt.name != "taskd"]
     choice = BackendChoice("ascend" if all(attempt.found for attempt in needed) else "embedded", wanted, attempts)
-    if wanted == "ascend" and choice.backend != "ascend":
+    if wanted == "ascend" and choice.backend != "ascend" and not _ended:
         missing = "; ".join(f"{attempt.name}: {attempt.why}" for attempt in needed if not attempt.found)
         raise ConfigError(
             VARIABLE, wanted, f"'embedded' here, because {missing}", "Install what is missing, or leave it out."
         )
     return choice
+
+
+def mindio_ends() -> None:
+    """MindIO has led a training of this process to its end: its processor, once destroyed, is not started again."""
+    _ended[:] = ["it leads one training of a process, and has led it"]
 
 
 def in_taskd_job(choice: BackendChoice, environ: Mapping[str, str]) -> bool:
@@ -125,6 +136,8 @@ def _package(name: str, find: Find, what: str) -> Probe:
 
 
 def _mindio(find: Find) -> Probe:
+    if _ended:
+        return Probe("mindio_ttp", False, _ended[0])
     place = find("mindio_ttp")
     if place is not None and is_drop_in(place):
         return Probe("mindio_ttp", False, f"in {place} are its names on lastgasp (lastgasp-mindio), not MindCluster's")

@@ -57,6 +57,8 @@ class Attempt:
 
     hello: m.Hello
     machine: Machine
+    own: Machine | None = None
+    """The machine that leads again when another leader has left."""
     begun: set[int] = field(default_factory=set)
     """Ranks whose training has begun."""
     begun_at: int | None = None
@@ -144,9 +146,12 @@ class Attempt:
             self.moved = self.moved or message.tick > 0
 
     def led_by(self, leader: str) -> None:
-        """Hand the recoveries of this attempt to another leader, as the first rank requests. Idempotent."""
-        if not isinstance(self.machine, Observer):
-            self.machine = Observer.following(self.machine, leader)
+        """Hand the recoveries of this attempt to another leader, or back, as the first rank requests. Idempotent."""
+        following = isinstance(self.machine, Observer)
+        if leader and not following:
+            self.own, self.machine = self.machine, Observer.following(self.machine, leader)
+        elif not leader and following and self.own is not None and self.machine.state == "running":
+            self.machine = self.own
 
     @property
     def again(self) -> Again | None:

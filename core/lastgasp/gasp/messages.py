@@ -315,7 +315,10 @@ class Register(Message, frozen=True, kw_only=True):
 
 
 class Led(Message, frozen=True, kw_only=True):
-    """Rank, before its Begin: `by` (MindIO) leads the recoveries of this job, the controller only keeps and records."""
+    """Rank, before its Begin: `by` (MindIO) leads the recoveries of this job, the controller only keeps and records.
+
+    At the end of a training: nobody (empty) does any more, and the controller leads those of the next one.
+    """
 
     by: str
 

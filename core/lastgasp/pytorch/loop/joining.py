@@ -170,6 +170,7 @@ def join(fewer: bool = False) -> Held | None:
         return None
     again = gone_on(joined.joins(place)).again
     assert again is not None
+    joined.given = os.environ.get(early.CONTROLLER, "")
     os.environ.update(place.job().environment)
     held = Held(place.of(again))
     os.environ.update(held.again.environment | {LED: place.joins})

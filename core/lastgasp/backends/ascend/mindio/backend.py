@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 from lastgasp import _clock
+from lastgasp.backends import mindio_ends
 from lastgasp.config import GaspConfig
 from lastgasp.deferred_source import TOO_LATE
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import INCARNATION, LED
 from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus, exit_code, given_up, gone_on
@@ -353,6 +355,16 @@ class MindioBackend:
         if self._state == "running" and self._together():
             self._state = "left"
             destroy(self._api)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The embedded engine leads later trainings of this process; to it MindIO's repairs are no incarnations."""
+        mindio_ends()
+        self._processor.tell(m.Led(by=""))
+        if INCARNATION in os.environ:
+            os.environ[INCARNATION] = os.environ.get(LED) or "0"
+        if (early := early_of_this_process()) is not None:
+            early.ended()
 
     def _together(self) -> bool:
         """Wait until all ranks have reached the end of training: once one has exited, MindIO saves nothing (§7.1)."""

@@ -35,6 +35,7 @@ log = logging.getLogger("lastgasp")
 
 JOINS = 900.0
 """Seconds until a new process is let go: MindIO waits 10 minutes for all of them (docs/facts/mindio_tft.md §12)."""
+CONTROLLER = "LASTGASP_CONTROLLER"
 STARTED_ANEW = "RESTART_FAULT_PROCESS_TYPE"
 """`worker` in a process that TaskD's agent has started in place of a dead one (docs/facts/taskd.md §2)."""
 
@@ -63,6 +64,7 @@ class Early:
     Attributes:
         anew: this process has taken the place of a dead one.
         adopted: the session's backend has taken over.
+        given: the job's controller by this process's own environment, before it was told of the running one.
     """
 
     api: Any
@@ -72,6 +74,7 @@ class Early:
     device: int = -1
     anew: bool = False
     adopted: bool = False
+    given: str = ""
 
     def joins(self, meeting: Meets) -> Repaired:
         """Wait until the others have sent it their step.
@@ -90,6 +93,11 @@ class Early:
         if repaired is None:
             raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take rank {self.rank} into the running job")
         return repaired
+
+    def ended(self) -> None:
+        """The training is over: all ranks look for the controller of a later one as at any start."""
+        if self.anew:
+            os.environ[CONTROLLER] = self.given
 
     def left(self) -> None:
         """The interpreter ends before training: MindIO's own exit hook would take that for a normal end of a rank."""
