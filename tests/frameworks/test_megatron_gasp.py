@@ -36,7 +36,8 @@ pytestmark = [
 def fault(kind: str, rank: int, phase: str, folder: Path) -> dict[str, str]:
     hang = {"LASTGASP_HANG_TIMEOUT": "8"} if kind == "sigstop" else {}
     text = f"kind={kind},rank={rank},step={FAULT},phase={phase}"
-    return {"LASTGASP_FAULT": text, "LASTGASP_FAULT_LOG": str(folder / "fired")} | hang
+    files = {"LASTGASP_RECOVERY": "restart"}  # in place nothing is saved
+    return {"LASTGASP_FAULT": text, "LASTGASP_FAULT_LOG": str(folder / "fired")} | files | hang
 
 
 def incident_of(job: GptJob) -> Incident:

@@ -163,7 +163,7 @@ def test_without_what_the_user_requires_it_is_no_success(
     kind: str, option: str, said: str, shelves: dict[str, Path], tmp_path: Path
 ) -> None:
     again, done = start(shelves[kind], tmp_path, f"{FLAGS[kind]} {option}", _no_manifests)
-    assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
     assert said in done.output
     assert again.losses() == {}
 
