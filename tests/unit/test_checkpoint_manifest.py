@@ -102,7 +102,7 @@ def test_documents_that_are_none(data: bytes) -> None:
 
 
 def test_a_newer_version_is_no_damage() -> None:
-    found = decode(b'{"version": 3, "whatever": []}')
+    found = decode(b'{"version": 4, "whatever": []}')
     assert isinstance(found, ManifestProblem)
     assert found.kind == "newer"
     assert "update lastgasp" in found.text
