@@ -122,6 +122,18 @@ class Contributor(Protocol):
         """
 
 
+@runtime_checkable
+class CarriesValues(Protocol):
+    """What a StateSource can also have: more than its auxiliary state, given by live ranks alone, after a fault."""
+
+    def values(self, step: int) -> bytes | None:
+        """Return what belongs to this rank's state at the end of `step`; it reaches `save` behind the auxiliary state
+        (`trailer.split_trailer`).
+
+        Called often, and must not wait: None while it is being made.
+        """
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Which shards a rank is asked to write.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lastgasp.fits import FITS
 from lastgasp_lightning import LastGasp
 
+_TRAINED: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+
 
 class Boom(Exception):
     """The injected fault."""
@@ -29,7 +32,12 @@ class Small(L.LightningModule):
         super().__init__()
         self.lr = lr
         self.net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
-        self.trained: list[int] = []
+        _TRAINED[self] = []
+
+    @property
+    def trained(self) -> list[int]:
+        """The steps that this very module has begun: not among its values, which a resume has again."""
+        return _TRAINED[self]
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.trained.append(self.trainer.global_step)

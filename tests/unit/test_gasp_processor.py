@@ -31,13 +31,19 @@ from lastgasp.gasp import hostloss
 from lastgasp.gasp import link as link_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
+from lastgasp.gasp.actions import Send
+from lastgasp.gasp.auxiliary import NoBuffers
+from lastgasp.gasp.decision import SavePlan
 from lastgasp.gasp.link import Link
+from lastgasp.gasp.members import Member
+from lastgasp.gasp.orders import save_orders
 from lastgasp.gasp.processor import Processor
 from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.gasp.uncoordinated import recover_uncoordinated
 from lastgasp.session import Contact, Session
 from lastgasp.topology import Place, data_parallel
+from lastgasp.trailer import split_trailer, with_trailer
 from support.fake_controller import HELLO, TOKEN, FakeController, FakeSource
 from support.waiting import until
 
@@ -192,6 +198,61 @@ def test_on_the_controllers_host_the_small_state_does_not_travel() -> None:
     with connected(host=HELLO.host) as rank:
         rank.controller.say(PREPARE)
         assert rank.controller.hear(m.Prepared).aux == b""
+
+
+class Carries(FakeSource):
+    """One with values, that are made when asked for the third time."""
+
+    asked = 0
+
+    def values(self, step: int) -> bytes | None:
+        """As the port says."""
+        self._fail()
+        self.asked += 1
+        return b"values" if self.asked > 2 else None
+
+
+@pytest.mark.parametrize(("host", "state"), [(HELLO.host, b""), ("elsewhere", b"small 3")])
+def test_values_go_with_the_answer_once_they_are_made(host: str, state: bytes) -> None:
+    with FakeController(host) as controller:
+        rank = Rank(controller, controller.link(), source=Carries())
+        try:
+            rank.controller.say(PREPARE)
+            assert split_trailer(rank.controller.hear(m.Prepared).aux) == (state, b"values")
+        finally:
+            rank.processor.close(goodbye=False)
+
+
+def test_values_that_cannot_be_made_cost_no_answer() -> None:
+    with FakeController(HELLO.host) as controller:
+        rank = Rank(controller, controller.link(), source=Carries())
+        rank.source.error = RuntimeError("no")
+        try:
+            rank.controller.say(PREPARE)
+            assert rank.controller.hear(m.Prepared).aux == b""
+        finally:
+            rank.processor.close(goodbye=False)
+
+
+def test_a_saver_gets_states_and_values() -> None:
+    """Those of a dead rank have no values; those of another step do not count."""
+
+    class Buffers(NoBuffers):
+        def state(self, rank: int, step: int) -> bytes | None:
+            return {0: b"a", 1: b"b", 3: b"d"}.get(rank)
+
+    def prepared(step: int, aux: bytes) -> m.Prepared:
+        return m.Prepared(recovery=1, step=step, durable=0, usable=True, aux=aux)
+
+    more = with_trailer(b"", b"values")
+    answers = {0: prepared(3, more), 1: None, 2: prepared(3, b"c" + more), 3: prepared(2, more), 4: prepared(3, more)}
+    members = {rank: Member(rank, prepared=one) for rank, one in answers.items()}
+    plan = SavePlan(step=3, savers=(0,), unused=(), lost=0)
+    [order] = save_orders((1, 1), plan, [FAULT], members, Buffers(), None)
+    assert isinstance(order, Send) and isinstance(order.message, m.Save)
+    assert {rank: split_trailer(state) for rank, state in order.message.aux.items()} == {
+        0: (b"a", b"values"), 1: (b"b", b""), 2: (b"c", b"values"), 3: (b"d", b""),
+    }  # fmt: skip
 
 
 def test_a_rank_inside_its_update_answers_when_it_is_out_of_it() -> None:

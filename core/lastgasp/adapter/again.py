@@ -17,7 +17,19 @@ from lastgasp.pytorch.loop.kept_objects import KeptModules, renew_scaler
 from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
 from lastgasp.pytorch.loop.parts_again import PartsAgain
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
-from lastgasp.pytorch.uservalues import ONCE, Limits, Root, UserValues, fill, is_users, is_users_module, packed
+from lastgasp.pytorch.uservalues import (
+    ONCE,
+    Began,
+    Carried,
+    Limits,
+    Root,
+    UserValues,
+    changed,
+    fill,
+    is_users,
+    is_users_module,
+    packed,
+)
 
 __all__ = [
     "INCARNATION",
@@ -27,6 +39,8 @@ __all__ = [
     "ONCE",
     "Again",
     "AgainHere",
+    "Began",
+    "Carried",
     "Entry",
     "Held",
     "KeptModules",
@@ -39,6 +53,7 @@ __all__ = [
     "SigtermBetween",
     "UserValues",
     "bytes_of",
+    "changed",
     "cloned",
     "current",
     "enter",

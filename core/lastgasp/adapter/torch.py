@@ -25,6 +25,7 @@ from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
 from lastgasp.pytorch.loop.record import buffers_of
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.moving import MovingParameters
+from lastgasp.pytorch.ondemand import OnDemand
 from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import (
     CHANGED,
@@ -49,6 +50,7 @@ from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
 from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
+from lastgasp.trailer import split_trailer
 
 __all__ = [
     "CHANGED",
@@ -76,6 +78,7 @@ __all__ = [
     "LoaderPosition",
     "LoopMarks",
     "MovingParameters",
+    "OnDemand",
     "Open",
     "PassStart",
     "PrefetchedData",
@@ -125,6 +128,7 @@ __all__ = [
     "restore_aux",
     "rng",
     "save_verified",
+    "split_trailer",
     "stage",
     "users_parts",
     "values_of",

@@ -9,11 +9,12 @@ import msgspec
 
 from lastgasp import _clock
 from lastgasp.ports import StateSource
+from lastgasp.trailer import with_trailer
 
 from . import arena_files
 from . import messages as m
 from .rank_status import RankStatus
-from .uncoordinated import capture_or_nothing
+from .uncoordinated import capture_or_nothing, values_of
 
 REACH = 1.0
 """Seconds for a rank to complete a step that another one has already completed."""
@@ -96,15 +97,19 @@ class Answering:
                 asked.target = -1
                 status.close()  # and check again: what is reported must stay true
             return
-        self._asked = None
         late_words = f"still inside its update after {self._finish:g} s"
         why = status.broken or trouble or ("" if status.consistent else late_words)
-        self._answer(asked.recovery, why, shares_host)
+        values = b"" if why else values_of(self._source, status.step)
+        if values is None:
+            return
+        self._asked = None
+        self._answer(asked.recovery, why, shares_host, values)
 
-    def _answer(self, recovery: int, why: str, shares_host: bool) -> None:
+    def _answer(self, recovery: int, why: str, shares_host: bool, values: bytes) -> None:
         """Report which step this rank holds; or `why` it holds none."""
         status = self._status
         aux = b"" if why or shares_host else capture_or_nothing(self._source, status.step)
+        aux = with_trailer(aux, values)
         answer = m.Prepared(
             recovery=recovery,
             step=status.step, durable=status.durable, usable=not why,

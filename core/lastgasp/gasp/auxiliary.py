@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from lastgasp.trailer import split_trailer
+
 from .actions import Remark
 from .members import Member
 
@@ -65,9 +67,17 @@ def auxiliary_states(
     for rank, member in members.items():
         state, prepared = buffers.state(rank, step), member.prepared
         if state is None and prepared is not None and prepared.step == step:
-            state = prepared.aux or None
+            state = split_trailer(prepared.aux)[0] or None
         if state is not None:
             found[rank] = state
         elif member.gone and rank not in written and buffers.exists(rank):
             lost.append(Remark(text=LOST_STATE.format(rank=rank, step=step)))
     return found, lost
+
+
+def carried_values(step: int, members: Mapping[int, Member]) -> dict[int, bytes]:
+    """What ranks have sent besides (`ports.CarriesValues`), by rank."""
+    answers = {rank: member.prepared for rank, member in members.items()}
+    return {
+        rank: split_trailer(one.aux)[1] for rank, one in answers.items() if one is not None and one.step == step
+    }

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from lastgasp.events import Fault
+from lastgasp.trailer import with_trailer
 
 from . import messages as m
 from .actions import Action, Send
 from .arena_decision import ArenaLook
-from .auxiliary import RankBuffers, auxiliary_states
+from .auxiliary import RankBuffers, auxiliary_states, carried_values
 from .decision import SavePlan
 from .members import Member
 from .views import causes, orders_for
@@ -32,6 +33,8 @@ def save_orders(
         faults: that led to it.
     """
     aux, remarks = auxiliary_states(plan.step, members, buffers, plan.arenas)
+    values = carried_values(plan.step, members)
+    aux = {rank: with_trailer(state, values.get(rank, b"")) for rank, state in aux.items()}
     order = m.Save(
         recovery=numbers[0], plan=numbers[1], step=plan.step, aux=aux, reason=causes(faults), common=plan.common
     )

@@ -12,7 +12,7 @@ from lastgasp import _clock
 from lastgasp.arena import BUDDY_SLOTS
 from lastgasp.errors import Moved, NotSaveable
 from lastgasp.events import Fault, Incident
-from lastgasp.ports import Contributor, SaveResult, StateSource, own_source
+from lastgasp.ports import CarriesValues, Contributor, SaveResult, StateSource, own_source
 from lastgasp.topology import Place, host_identity
 
 from . import messages as m
@@ -221,6 +221,16 @@ def capture_or_nothing(source: StateSource, step: int) -> bytes:
         return source.capture(step)
     except BaseException:  # from an adapter: the caller must survive
         log.exception("the auxiliary state of step %d could not be captured", step)
+        return b""
+
+
+def values_of(source: StateSource, step: int) -> bytes | None:
+    """What goes behind it; None while that is being made. Never raises."""
+    own = own_source(source)
+    try:
+        return own.values(step) if isinstance(own, CarriesValues) else b""
+    except Exception:  # from an adapter: the step matters more
+        log.exception("the values of step %d could not be written", step)
         return b""
 
 

@@ -10,8 +10,10 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.ports import Layout, SaveResult
+from lastgasp.pytorch.ondemand import OnDemand
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage
 from lastgasp.replicas import require_alike
+from lastgasp.trailer import with_trailer
 
 Write = Callable[[Staged, int, Mapping[int, bytes]], None]
 """Write the checkpoint of a step from this rank's live state and the auxiliary states by rank; enters no collective."""
@@ -42,6 +44,7 @@ class GaspSource:
 
     Attributes:
         present: the manifests that were there when training began (`CheckpointSelector.present`).
+        carried: what a live rank adds to its auxiliary state (`ports.CarriesValues`), if it is anything.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class GaspSource:
         self._recorder, self._writer, self._config, self._alike = recorder, writer, config, alike
         self.rank = writer.place.rank
         self.present: frozenset[str] | None = None
+        self.carried: OnDemand | None = None
 
     @property
     def buffer_fd(self) -> int:
@@ -69,6 +73,10 @@ class GaspSource:
         """This rank's auxiliary state of `step`; empty when it is no longer known."""
         return self._recorder.read(step) or b""
 
+    def values(self, step: int) -> bytes | None:
+        """As `ports.CarriesValues` says."""
+        return self.carried.poll(step) if self.carried is not None else b""
+
     def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> StagedGasp:
         """Write the checkpoint under a temporary name.
 
@@ -77,11 +85,11 @@ class GaspSource:
             OSError: the disk refused; nothing is left.
         """
         require_alike(self._alike())
-        target = self._target(step)
+        target, own = self._target(step), self._own(step)
+        aux = {**aux, self.rank: own} if own else aux
         staged = stage(lambda files: self._write(files, step, aux), target, self._layout, self._config)
         about = self._writer.provenance(step, "gasp", self._writer.newest_beside(target, self._layout))
-        own = self.capture(step)
-        return StagedGasp(staged, about, self.present, {**aux, self.rank: own} if own else aux)
+        return StagedGasp(staged, about, self.present, aux)
 
     def publish(self, result: SaveResult, parts: Mapping[int, bytes]) -> str:
         """Make it visible, unless others have committed this step before; then remove gasps beyond `keep`."""
@@ -95,5 +103,9 @@ class GaspSource:
 
     def contribute(self, step: int, path: str) -> str:
         """As `ports.Contributor` says."""
-        own = self.capture(step)
+        own = self._own(step)
         return contribute(Path(path), self._layout, {self.rank: own}) if own else ""
+
+    def _own(self, step: int) -> bytes:
+        own = self.capture(step)
+        return with_trailer(own, self.carried.wait(step)) if own and self.carried is not None else own

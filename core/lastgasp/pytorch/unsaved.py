@@ -9,7 +9,7 @@ import collections
 import functools
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,15 @@ class Unsaved:
         self._module, self._roots, self._saved = module, None if roots is None else list(roots), saved
         self._before = dict(self._values())
 
-    def note(self) -> str:
-        """What to note on a checkpoint; empty where nothing has changed. Any thread may ask; never raises."""
+    def note(self, held: Collection[str] = ()) -> str:
+        """What to note on a checkpoint; empty where nothing has changed. Any thread may ask; never raises.
+
+        Args:
+            held: names of what it holds all the same.
+        """
         try:
             changed = [name for name, value in self._values() if self._before.get(name) not in (None, value)]
+            changed = [name for name in changed if name not in held]
         except Exception:  # the user's objects, which training may be changing at this moment
             return ""
         if not changed:

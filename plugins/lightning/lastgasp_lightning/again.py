@@ -219,6 +219,7 @@ class LightningAgain(AgainHere):
     _names: frozenset[str] | None = None
     _trained: frozenset[str] = frozenset()
     _kept: UserValues | None = None
+    steps: ValuesOfSteps | None = None
 
     def restores(self, selector: Any) -> None:
         """The fit was entered again: have it begin with what was held, instead of any file."""
@@ -229,7 +230,9 @@ class LightningAgain(AgainHere):
         run, entry = self.run, self.run.entry
         self._names, self._trained = names_of(run.trainer), trained(run.trainer)
         if entry is not None and not entry.why and entry.sessions == 1:
-            run.state.values = ValuesOfSteps(run.trainer, self.values_of)
+            self.steps = ValuesOfSteps(run.trainer, self.values_of)
+        sharded = is_sharded_by(run.trainer.strategy)
+        run.state.values = self.steps if self.steps is not None or sharded else ValuesOfSteps(run.trainer, 1)
 
     def elastic(self) -> bool:
         """Its `ElasticLoader` has the micro-batches of missing ranks done."""
@@ -268,7 +271,7 @@ class LightningAgain(AgainHere):
 
     def changed(self) -> str:
         """Parameters have other names or number (ModelPruning), data or plain values cannot be those of the step."""
-        trainer, values = self.run.trainer, self.run.state.values
+        trainer, values = self.run.trainer, self.steps
         other = sorted(names_of(trainer) ^ self._names) if self._names is not None else []
         if other:
             return f"the module has other parameters than when training began: {', '.join(other[:3])}"
@@ -281,7 +284,7 @@ class LightningAgain(AgainHere):
     def before_dump(self, step: int) -> None:
         """Plain values of this step are put back first, so that `state_dict` methods have them."""
         self.run.note_lost()
-        values = self.run.state.values
+        values = self.steps
         found = values.of(step) if values is not None else None
         if found is not None:
             found.put_back()

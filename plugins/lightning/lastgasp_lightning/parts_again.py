@@ -86,7 +86,7 @@ class LightningPartsAgain(PartsAgain, LightningAgain):
         Raises:
             NotSaveable: plain values cannot be those of that step.
         """
-        values = self.run.state.values
+        values = self.steps
         found = values.of(step) if values is not None else None
         if values is not None and (why := found.cannot() if found is not None else f"those of step {step} are gone"):
             raise NotSaveable(f"plain values of the module and of callbacks: {why}")

@@ -37,6 +37,7 @@ class Resume:
 
     Attributes:
         put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
+        bring: the same from the record of a gasp; returns what to note.
         in_place: it was, in a process that may have trained before.
     """
 
@@ -47,6 +48,7 @@ class Resume:
         self._own = b""
         self.notes: list[str] = []
         self.put_back: Callable[[], object] = bool
+        self.bring: Callable[[dict[str, Any]], str] = lambda _: ""
         self.in_place = False
 
     def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
@@ -128,6 +130,8 @@ class Resume:
         record, fit = self._record, trainer.fit_loop
         self.uninstall()
         self.put_back()
+        if missing := self.bring(record):
+            self._note(missing)
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
             loop._restarting = False  # else the plateau schedulers of this epoch's end are left out
         trainer.should_stop = trainer.should_stop or record["stopping"]

@@ -39,6 +39,7 @@ from lastgasp_lightning.again import (
 )
 from lastgasp_lightning.boundary import before_calls, before_updates
 from lastgasp_lightning.buffers import Exchange
+from lastgasp_lightning.carried import VALUES, CarriedValues, split
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.enters import Enters
@@ -81,7 +82,7 @@ class LightningRun(Training):
         self.fit = ThisFit(trainer, config.directory)
         self.state = LightningState(trainer, self.fit)
         self.elastic = self.state.position.elastic
-        self.resume = Resume(self.state)
+        self.resume, self.carried = Resume(self.state), CarriedValues(self)
         self.place = place = place_of(trainer)
         framework = Framework(
             name=f"lightning {versions()['lightning']}", kind_of=kind_of, device=trainer.local_rank, versions=versions()
@@ -105,7 +106,7 @@ class LightningRun(Training):
         self.state.logged = self.logs.mark
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
-        self.not_saved: Callable[[], str] = str
+        self.not_saved: Callable[[frozenset[str]], str] = lambda _: ""
         self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
@@ -117,10 +118,14 @@ class LightningRun(Training):
             self._again_here.restores(self.selector)
             self.resume.put_back = self._again_here.put_back
             self.resume.in_place = True
+        else:
+            self.resume.bring = self.carried.restore
         if joined is not None:
             self.life.on_close(keep_sigterm(trainer))
         try:
             self.shards = _shards(self, arena)
+            if self.shards is None:
+                self.selector.begins = self.carried.begins
             self._install()
         except BaseException as error:
             self.life.failed(error)
@@ -195,6 +200,9 @@ class LightningRun(Training):
             lambda step: gasp_path(self.config.directory, step, self.fit.number()), LAYOUT,
             recorder=self.state.recorder, writer=self.writer, config=self.config, alike=lambda: life.alike,
         )  # fmt: skip
+        if isinstance(source, GaspSource):
+            source.carried = self.carried.written
+            life.on_close(before_calls(self.trainer.fit_loop, "on_advance_start", self.carried.starts))
         source.present, self.not_saved = self.selector.present, unsaved_of(self.trainer).note
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers)
         self._source: StateSource = source
@@ -289,12 +297,15 @@ class LightningRun(Training):
         return checkpoint
 
     def _dump_for_a_file(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
-        self.note_unsaved()
-        return self.dump(step, aux)
+        aux, values = split(aux)
+        self.note_unsaved(self.carried.names(values))
+        checkpoint = self.dump(step, aux)
+        checkpoint[KEY][VALUES] = values
+        return checkpoint
 
-    def note_unsaved(self) -> None:
+    def note_unsaved(self, carried: frozenset[str] = frozenset()) -> None:
         """A gasp is written, with which a new process is to begin: note what it does not have."""
-        if note := self.not_saved():
+        if note := self.not_saved(carried):
             self.session.note(note)
         self.note_lost()
 
@@ -310,7 +321,7 @@ class LightningRun(Training):
         """As `LightningState.annotate`; who resumes is told what the checkpoint does not have."""
         self.state.annotate(checkpoint)
         if KEY in checkpoint:
-            checkpoint[KEY]["not_saved"] = "; ".join(filter(None, (self.not_saved(), *self._lost())))
+            checkpoint[KEY]["not_saved"] = "; ".join(filter(None, (self.not_saved(frozenset()), *self._lost())))
             self._with_samples(checkpoint, checkpoint[KEY]["step"])
 
     def digests(self) -> Digests:

@@ -43,7 +43,7 @@ class LightningSelector:
         resumed: a checkpoint of ours was chosen.
         present: the manifests that were there before (`CheckpointSelector.present`).
         same_run: and the user did not name it, so that it is the same run that resumes.
-        loaded: called on all ranks once it is loaded.
+        begins: called when all is as the script has it; loaded: on all ranks once a checkpoint is loaded.
         note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
         left: begins with what ranks before have left in arenas, where it is newer than all files; says whether it did.
@@ -54,6 +54,7 @@ class LightningSelector:
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
         self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
         self.resumed = self.same_run = False
+        self.begins: Callable[[], None] = lambda: None
         self.loaded: Callable[[], None] = lambda: None
         self.note: Callable[[str], None] = log.warning
         self.present: frozenset[str] | None = None
@@ -100,6 +101,7 @@ class LightningSelector:
         trainer, config = self._trainer, self._config
         local = (trainer.local_rank, max(1, trainer.num_devices))
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
+        self.begins()
         if self.memory is not None:
             self._load_memory(self.memory(), load)
             return True

@@ -22,8 +22,13 @@ _HPARAMS = ("_hparams", "_hparams_name", "_hparams_initial", "_log_hyperparams")
 
 def values_of(trainer: Any) -> UserValues:
     """Those of a trainer in `fit`, once its model is there."""
+    return UserValues(roots_of(trainer), known_of(trainer))
+
+
+def known_of(trainer: Any) -> list[object]:
+    """What is restored by itself."""
     module = trainer.lightning_module
-    return UserValues(roots_of(trainer), [*module.modules(), *module.parameters(), *module.buffers()])
+    return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
 class ValuesOfSteps:
@@ -75,8 +80,13 @@ def roots_of(trainer: Any) -> list[Root]:
 
 def unsaved_of(trainer: Any) -> Unsaved:
     """What of them no checkpoint has: that of objects without methods of their own that save it."""
-    roots = [root for root in roots_of(trainer) if not _saves(root.value)]
+    roots = unsaved_roots(trainer)
     return Unsaved(trainer.lightning_module, roots, "get_extra_state of modules, or state_dict of callbacks,")
+
+
+def unsaved_roots(trainer: Any) -> list[Root]:
+    """Those of objects without methods of their own that save them."""
+    return [root for root in roots_of(trainer) if not _saves(root.value)]
 
 
 def _saves(value: Any) -> bool:

@@ -103,7 +103,7 @@ class FromMemory:
         if self.live is not None:
             self._held = self.live
 
-    def _at(self, step: int) -> StateSource:
+    def _at(self, step: int) -> GaspSource:
         return self._held if self.live is None or step == self._step else self.live
 
     @property
@@ -114,6 +114,10 @@ class FromMemory:
     def capture(self, step: int) -> bytes:
         """As the source of that step."""
         return self._at(step).capture(step)
+
+    def values(self, step: int) -> bytes | None:
+        """As the source of that step."""
+        return self._at(step).values(step)
 
     def save(self, step: int, aux: Mapping[int, bytes], reason: str) -> SaveResult:
         """As the source of that step."""

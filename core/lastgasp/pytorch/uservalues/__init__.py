@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from lastgasp.pytorch.uservalues.carried import Began, Carried, changed
 from lastgasp.pytorch.uservalues.keeper import Root, UserValues
 from lastgasp.pytorch.uservalues.kinds import is_users, is_users_module
 from lastgasp.pytorch.uservalues.limits import ONCE, Limits
 from lastgasp.pytorch.uservalues.transfer import fill, packed
 
-__all__ = ["ONCE", "Limits", "Root", "UserValues", "fill", "is_users", "is_users_module", "packed"]
+__all__ = [
+    "ONCE",
+    "Began",
+    "Carried",
+    "Limits",
+    "Root",
+    "UserValues",
+    "changed",
+    "fill",
+    "is_users",
+    "is_users_module",
+    "packed",
+]

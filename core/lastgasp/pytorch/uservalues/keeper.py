@@ -56,6 +56,11 @@ class UserValues:
         self.refused, self.unknown = "", dict[str, str]()
         self._before, self._slow = 0.0, 0
 
+    @property
+    def rows(self) -> list[Row]:
+        """What was recorded at the last `take`."""
+        return self._rows
+
     # -- at a boundary ------------------------------------------------------------------------------------
 
     def take(self) -> None:

@@ -1,0 +1,260 @@
+"""What training has changed of the user's values, from a gasp to the restart that begins with it.
+
+A value is restored where the script still begins with what it began with in the run that was saved, and on all ranks or
+on none: ranks that count differently may wait for each other without end. A rank that has saved nothing, because it
+died, only gets what at least two others had and all others had alike. What was set before the first step (a time, the
+number of the process) is the new process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from lastgasp.pytorch.uservalues import kinds
+from lastgasp.pytorch.uservalues.contents import Long, content_of
+from lastgasp.pytorch.uservalues.keeper import Root, UserValues
+from lastgasp.pytorch.uservalues.kinds import put_attributes
+from lastgasp.pytorch.uservalues.portable import decode, encode
+
+LIMIT = 4 << 20
+"""Bytes of one rank, at most; all ranks have no more than `TOTAL`, since one of them writes the values of all."""
+TOTAL = 64 << 20
+_VERSION = 1
+_ABSENT = b""
+"""The digest of an attribute that is not there."""
+_NAMED = 4
+
+
+class _Value(msgspec.Struct, frozen=True, array_like=True):
+    """Attributes: digest when the fit began; the value; whether it is still the object that was there then."""
+
+    began: bytes
+    data: bytes
+    same: bool
+
+
+class _OfRank(msgspec.Struct, frozen=True, array_like=True):
+    """Attributes: by object and attribute; what has changed and cannot be written; why nothing is here."""
+
+    version: int
+    values: dict[str, dict[str, _Value]] = {}
+    lost: list[str] = []
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Began:
+    """How the values were at one moment: when a fit began, before anything was restored; before its first step.
+
+    Attributes:
+        digests: by object and attribute; None where it cannot be written. objects: the values of all others.
+    """
+
+    digests: dict[str, dict[str, bytes | None]]
+    objects: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, roots: Iterable[Root], known: Iterable[object]) -> Began:
+        """As they are now. Never raises."""
+        left_out, digests = {id(one) for one in known}, dict[str, dict[str, bytes | None]]()
+        objects: dict[str, dict[str, Any]] = {}
+        here = list(roots)
+        names = [root.name for root in here]
+        for root in here:
+            if names.count(root.name) > 1:  # which is which is not known in the next process
+                continue
+            try:
+                own = content_of(root.value, kinds.OBJECT, root.skip)
+            except Exception:  # the user's object
+                continue
+            found, held = digests.setdefault(root.name, {}), objects.setdefault(root.name, {})
+            for name, value in own.items():
+                data = _encoded(value, content_of, left_out)[0]
+                found[name] = None if data is None else _digest(data)
+                if data is not None:  # what is large is not kept alive
+                    held[name] = value
+        return cls(digests, objects)
+
+
+def changed(values: UserValues, began: Began, start: Began, world_size: int) -> bytes:
+    """What training has changed, as of the last boundary. Any thread may ask while that stands. Never raises.
+
+    Args:
+        began: when the fit began; start: before its first step.
+    """
+    try:
+        if why := values.cannot():
+            return _no_values(why)
+        found = msgspec.msgpack.encode(_changed(values, began, start))
+    except Exception as error:  # the user's objects, which training may be changing at this moment
+        return _no_values(f"{type(error).__name__}: {error}")
+    limit = min(LIMIT, TOTAL // world_size)
+    return found if len(found) <= limit else _no_values(f"they have {len(found) / 1e6:.3g} MB, more than are saved")
+
+
+def _no_values(why: str) -> bytes:
+    return msgspec.msgpack.encode(_OfRank(_VERSION, why=_short(why)))
+
+
+def _short(why: object) -> str:
+    return str(why)[:200].encode(errors="replace").decode()
+
+
+def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
+    contents, left_out = _at_boundary(values), {id(one) for one in values.left_out}
+    owners: dict[int, tuple[str, str]] = {}
+    found: dict[str, dict[str, _Value]] = {}
+    lost, shared = set[tuple[str, str]](), set[tuple[str, str]]()
+    for root in values.roots:
+        place, objects = root.name, began.objects.get(root.name, {})
+        if place not in began.digests or place not in start.digests:  # it saves itself, or was added since
+            first, before = None, dict[str, bytes | None]()
+        else:
+            first, before = began.digests[place], start.digests[place]
+        for name, value in contents(root.value, kinds.OBJECT).items():
+            data, parts = _encoded(value, contents, left_out)
+            here = (place, name)
+            for part in parts:  # what two of them hold would be two things
+                if (other := owners.setdefault(part, here)) != here:
+                    shared |= {here, other}
+            was, then = first.get(name, _ABSENT) if first is not None else None, before.get(name, _ABSENT)
+            if was is None or then is None:
+                continue
+            if data is None:
+                lost.add(here)
+            elif _digest(data) != then:
+                found.setdefault(place, {})[name] = _Value(was, data, objects.get(name, _ABSENT) is value)
+    for place, name in shared:
+        if found.get(place, {}).pop(name, None) is not None:
+            lost.add((place, name))
+    return _OfRank(_VERSION, found, sorted(f"{place}.{name}" for place, name in lost))
+
+
+def _at_boundary(values: UserValues) -> Callable[[Any, str], Any]:
+    """What was in a value at the last boundary."""
+    index: dict[int, Any] = {}
+    for row in values.rows:
+        if isinstance(row.content, Long):
+            for inner in row.content.rows:
+                index.setdefault(id(inner.value), inner.content)
+        index.setdefault(id(row.value), row.content)
+
+    def contents(value: Any, kind: str) -> Any:
+        content = index[id(value)]
+        return content.items if isinstance(content, Long) else content
+
+    return contents
+
+
+def _encoded(value: Any, contents: Callable[[Any, str], Any], known: set[int]) -> tuple[bytes | None, set[int]]:
+    try:
+        return encode(value, contents, known, LIMIT)
+    except Exception:  # NotPortable, and whatever the user's objects raise
+        return None, set()
+
+
+def _digest(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+class Carried:
+    """What the ranks have saved.
+
+    Args:
+        by_rank: of each that has, what `changed` returned; world_size: how many there were.
+    """
+
+    def __init__(self, by_rank: Mapping[int, bytes], world_size: int) -> None:
+        read = {rank: _read(data) for rank, data in by_rank.items()}
+        self._ranks = {rank: one for rank, one in read.items() if not one.why}
+        self._missing = [rank for rank in range(world_size) if rank not in self._ranks]
+        self._why = next((f" ({one.why})" for one in read.values() if one.why), "")
+        self._refused: dict[str, str] = {}
+        self._alike()
+        self._puts: list[tuple[Root, str, Any, Callable[[], None]]] = []
+
+    def _alike(self) -> None:
+        """Leave out what not all ranks can have."""
+        for name in {name for one in self._ranks.values() for name in one.lost}:
+            self._refused[name] = "it cannot be written"
+        if not self._missing:
+            return
+        first, *others = self._ranks.values() if self._ranks else [_OfRank(_VERSION)]
+        for place in {place for one in self._ranks.values() for place in one.values}:
+            if not others or any(one.values.get(place) != first.values.get(place) for one in others):
+                ranks = ", ".join(map(str, self._missing[:8]))
+                self._refused |= {
+                    name: f"rank {ranks} left none{self._why}"
+                    for one in self._ranks.values() for name in _names(place, one) if name not in self._refused
+                }  # fmt: skip
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a value to restore."""
+        return any(one.values for one in self._ranks.values())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the values that the same script can have again."""
+        found = {name for one in self._ranks.values() for place in one.values for name in _names(place, one)}
+        return frozenset(found - self._refused.keys())
+
+    def prepare(self, rank: int, roots: Iterable[Root], began: Began, device: torch.device) -> bytes:
+        """Look at what can be restored in this process. Returns what to tell the other ranks."""
+        own = self._ranks.get(rank) or next(iter(self._ranks.values()))
+        refused = dict[str, str]()
+        by_name = {root.name: root for root in roots}
+        for place, values in own.values.items():
+            root, before = by_name.get(place), began.digests.get(place, {})
+            now = content_of(root.value, kinds.OBJECT, root.skip) if root is not None else {}
+            for name, value in values.items():
+                full = f"{place}.{name}"
+                if full in self._refused:
+                    continue
+                if root is None or before.get(name, _ABSENT) != value.began:
+                    refused[full] = "the script begins with another value"
+                    continue
+                try:
+                    found, fill = decode(value.data, now.get(name) if value.same else None, device)
+                except Exception as error:  # NotPortable, or the user's objects
+                    refused[full] = _short(error)
+                    continue
+                self._puts.append((root, name, found, fill))
+        return msgspec.msgpack.encode(refused)
+
+    def restore(self, told: Iterable[bytes]) -> str:
+        """Restore what no rank has refused. Returns what to note, one line; empty if nothing is missing."""
+        refused = dict(self._refused)
+        for one in told:
+            refused |= msgspec.msgpack.decode(one, type=dict[str, str])
+        for root, name, found, fill in self._puts:
+            if (full := f"{root.name}.{name}") in refused:
+                continue
+            try:
+                fill()
+                put_attributes(root.value, {name: found}, root.skip, remove=False)
+            except Exception as error:  # the user's object
+                refused[full] = _short(error)
+        if not refused:
+            return ""
+        named = [f"{name}: {why}" for name, why in sorted(refused.items())]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        return f"what training had changed begins with the script's value ({'; '.join(named[:_NAMED])}{more})"
+
+
+def _names(place: str, one: _OfRank) -> list[str]:
+    return [f"{place}.{name}" for name in one.values.get(place, {})]
+
+
+def _read(data: bytes) -> _OfRank:
+    try:
+        found = msgspec.msgpack.decode(data, type=_OfRank)
+    except ValueError as error:  # msgspec's errors are ValueErrors
+        return _OfRank(_VERSION, why=str(error))
+    return found if found.version == _VERSION else _OfRank(_VERSION, why=f"of version {found.version}")

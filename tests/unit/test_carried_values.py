@@ -1,0 +1,281 @@
+"""What training has changed of a user's values goes into bytes, and from there into the objects of a new process."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from lastgasp.adapter.again import Began, Carried, Root, UserValues, changed
+from lastgasp.pytorch.ondemand import OnDemand
+from lastgasp.pytorch.uservalues.contents import content_of
+from lastgasp.pytorch.uservalues.portable import NotPortable, decode, encode
+from lastgasp.trailer import split_trailer, with_trailer
+
+CPU = torch.device("cpu")
+
+
+class Holder:
+    """A user's object."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+@dataclass
+class Record:
+    """A data class."""
+
+    count: int = 0
+    seen: list[int] = field(default_factory=list)
+
+
+def there_and_back(value: Any, now: Any = None) -> Any:
+    found, fill = decode(encode(value, content_of)[0], now, CPU)
+    fill()
+    return found
+
+
+PLAIN: list[Any] = [
+    None, True, 3, -(1 << 80), 1 << 63, 0.1, float("inf"), "text", b"bytes", 1 + 2j, [1, [2]], (1, (2, [3])), {1, 2},
+    frozenset({"a"}), {"a": {1: (2,)}, 3: []}, OrderedDict(a=1), Counter("abca"), deque([1, 2], 4), deque([1]),
+    np.float32(0.1), [],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_values_are_the_same(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value and type(found) is type(value)
+    assert not isinstance(value, deque) or found.maxlen == value.maxlen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_tensors_and_arrays_are_the_same(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (2, 3)):
+        tensor = torch.ones(shape, dtype=dtype)
+        found = there_and_back([tensor])[0]
+        assert found.dtype == dtype and found.shape == tensor.shape and torch.equal(found, tensor)
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    assert (there_and_back(array) == array).all()
+
+
+def test_a_value_that_is_there_twice_stays_one() -> None:
+    part = [1]
+    found = there_and_back({"a": part, "b": (part,)})
+    found["a"].append(2)
+    assert found == {"a": [1, 2], "b": ([1, 2],)}
+    part.append(part)  # type: ignore[arg-type]
+    found = there_and_back(part)
+    assert found[1] is found
+
+
+def test_objects_and_generators_get_their_content_where_they_are() -> None:
+    for made in (lambda: torch.Generator().manual_seed(3), lambda: random.Random(4), lambda: np.random.default_rng(5)):
+        one, other = made(), made()
+        draw(one)
+        data = encode(one, content_of)[0]
+        decode(data, other, CPU)[1]()
+        assert draw(one) == draw(other)
+        with pytest.raises(NotPortable):
+            decode(data, None, CPU)
+    record, holder = Record(3, [1]), {"r": Record()}
+    held = holder["r"]
+    there_and_back({"r": record}, holder)
+    assert holder["r"] is held and held == record
+
+
+def draw(value: Any) -> float:
+    if isinstance(value, torch.Generator):
+        return torch.rand((), generator=value).item()
+    return float(value.random())
+
+
+@pytest.mark.parametrize("value", [lambda: 0, torch.nn.Linear(1, 1), [object()], torch.float32, np.array(["a"])])
+def test_other_things_are_not_written(value: Any) -> None:
+    with pytest.raises(NotPortable):
+        encode(value, content_of)
+
+
+def test_nothing_is_imported_for_what_a_file_names() -> None:
+    with pytest.raises(NotPortable):
+        decode(msgspec.msgpack.encode(["object", "os.system", [], None]), None, CPU)
+    with pytest.raises(NotPortable):
+        decode(msgspec.msgpack.encode(["dict", "collections.defaultdict", [], "os.system"]), None, CPU)
+    assert there_and_back(defaultdict(list, a=[1])).default_factory is list
+
+
+def test_too_much_is_not_written() -> None:
+    with pytest.raises(NotPortable):
+        encode([0] * 100, content_of, limit=100)
+    with pytest.raises(NotPortable):
+        encode(torch.zeros(100), content_of, limit=100)
+
+
+# -- from one process to the next --------------------------------------------------------------------------
+
+
+def roots_of(holder: Holder) -> list[Root]:
+    return [Root("holder", holder, frozenset({"left"}))]
+
+
+class Process:
+    """One that trains from what `make` gives."""
+
+    def __init__(self, make: Callable[[], Holder]) -> None:
+        self.holder = make()
+        self.began = Began.of(roots_of(self.holder), [])
+        self.start = self.began
+        self.values = UserValues(roots_of(self.holder))
+
+    def starts(self, **values: Any) -> None:
+        """A hook has set them before the first step."""
+        vars(self.holder).update(values)
+        self.start = Began.of(roots_of(self.holder), [])
+
+    def gives(self, train: Callable[[Any], object], ranks: int = 1) -> bytes:
+        train(self.holder)
+        self.values.take()
+        return self.gives_now(ranks)
+
+    def gives_now(self, ranks: int = 1) -> bytes:
+        return changed(self.values, self.began, self.start, ranks)
+
+    def takes(self, data: Mapping[int, bytes], rank: int = 0, ranks: int = 1) -> str:
+        carried = Carried(data, ranks)
+        return carried.restore([carried.prepare(rank, roots_of(self.holder), self.began, CPU)])
+
+
+def holder() -> Holder:
+    return Holder(outs=[], count=0, rate=0.5, best=None, left=1, shadow=torch.zeros(2), recent=deque(maxlen=2))
+
+
+def train(one: Any) -> None:
+    one.outs.append(torch.ones(()))
+    one.count, one.best, one.left = 3, {"loss": 0.5}, 7
+    one.shadow.add_(1)
+    one.recent = deque([1.0], maxlen=2)
+
+
+def test_only_what_training_has_changed_is_restored() -> None:
+    data = Process(holder).gives(train)
+    after = Process(holder)
+    after.holder.rate, outs, shadow = 0.9, after.holder.outs, after.holder.shadow  # type: ignore[attr-defined]
+    assert Carried({0: data}, 1).names == {f"holder.{name}" for name in ("outs", "count", "best", "shadow", "recent")}
+    assert after.takes({0: data}) == ""
+    found: Any = after.holder
+    assert (found.count, found.best, found.rate, found.left) == (3, {"loss": 0.5}, 0.9, 1)
+    assert found.outs is outs and outs == [torch.ones(())]
+    assert found.shadow is shadow and shadow.tolist() == [1, 1]
+    assert list(found.recent) == [1.0] and found.recent.maxlen == 2
+
+
+def test_what_came_since_the_boundary_is_not_there() -> None:
+    before = Process(holder)
+    before.gives(train)
+    before.holder.outs.append(2)  # type: ignore[attr-defined]
+    before.holder.count = 9  # type: ignore[attr-defined]
+    after = Process(holder)
+    after.takes({0: before.gives_now()})
+    assert (len(after.holder.outs), after.holder.count) == (1, 3)  # type: ignore[attr-defined]
+
+
+def test_what_a_hook_has_set_before_the_first_step_is_the_new_process_s_own() -> None:
+    before, after = Process(holder), Process(holder)
+    before.starts(process=7, best={"loss": 9.0})
+    data = before.gives(train)
+    after.starts(process=8, best={"loss": 9.0})
+    assert after.takes({0: data}) == ""
+    assert (after.holder.process, after.holder.best) == (8, {"loss": 0.5})  # type: ignore[attr-defined]
+
+
+def test_what_the_script_begins_with_otherwise_stays_and_is_named() -> None:
+    data = Process(holder).gives(train)
+
+    def other() -> Holder:
+        found = holder()
+        found.count = 10  # type: ignore[attr-defined]
+        return found
+
+    after = Process(other)
+    note = after.takes({0: data})
+    assert "holder.count: the script begins with another value" in note and "outs" not in note
+    assert (after.holder.count, len(after.holder.outs)) == (10, 1)  # type: ignore[attr-defined]
+
+
+def test_a_dead_rank_gets_what_two_others_had_alike() -> None:
+    data = Process(holder).gives(train, 3)
+
+    def otherwise(one: Any) -> None:
+        train(one)
+        one.count = 4
+
+    for ranks, by_rank, names in (
+        (3, {0: data, 2: data}, 5), (2, {0: data}, 0), (3, {0: data, 2: Process(holder).gives(otherwise, 3)}, 0),
+    ):  # fmt: skip
+        assert len(Carried(by_rank, ranks).names) == names
+        after = Process(holder)
+        note = after.takes(by_rank, 1, ranks)
+        assert ("holder.count: rank 1 left none" in note) == (not names)
+        assert after.holder.count == (3 if names else 0)  # type: ignore[attr-defined]
+
+
+def test_what_another_rank_refuses_is_restored_nowhere() -> None:
+    data, after = Process(holder).gives(train), Process(holder)
+    carried = Carried({0: data, 1: data}, 2)
+    own = carried.prepare(0, roots_of(after.holder), after.began, CPU)
+    note = carried.restore([own, msgspec.msgpack.encode({"holder.outs": "why not"})])
+    assert "holder.outs: why not" in note
+    assert (len(after.holder.outs), after.holder.count) == (0, 3)  # type: ignore[attr-defined]
+
+
+def test_one_thing_in_two_places_and_what_cannot_be_written_are_named() -> None:
+    def train(one: Any) -> None:
+        one.best = one.outs
+        one.outs.append(1)
+        one.recent = [object()]
+        one.count = 1
+
+    data = Process(holder).gives(train)
+    assert Carried({0: data}, 1).names == {"holder.count"}
+    note = Process(holder).takes({0: data})
+    assert all(f"holder.{name}: it cannot be written" in note for name in ("best", "outs", "recent"))
+
+
+def test_values_that_were_not_kept_are_a_reason() -> None:
+    before = Process(holder)
+    before.gives(train)
+    before.values.refused = "they take too long"
+    data = before.gives_now(2)
+    assert "holder.count: rank 1 left none (they take too long)" in Process(holder).takes(
+        {0: Process(holder).gives(train, 2), 1: data}, 0, 2
+    )
+    assert not Carried({1: data}, 2).any
+    assert not Carried({0: b"\xff"}, 1).any
+
+
+def test_bytes_behind_a_state() -> None:
+    for state in (b"", b"state"):
+        assert split_trailer(with_trailer(state, b"more")) == (state, b"more")
+        assert split_trailer(with_trailer(state, b"")) == (state, b"")
+    assert split_trailer(b"\xff" * 8 + b"LGTRAIL1") == (b"\xff" * 8 + b"LGTRAIL1", b"")
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_is_made_on_demand_is_made_once_a_step(apart: bool) -> None:
+    made: list[int] = []
+
+    def make(step: int) -> bytes:
+        made.append(step)
+        return b"%d" % step
+
+    values = OnDemand(make, apart)
+    assert [values.wait(3), values.wait(3), values.poll(3), values.wait(4)] == [b"3", b"3", b"3", b"4"]
+    assert made == [3, 4]
