@@ -104,7 +104,7 @@ class Toggled:
         else:
             steps.uninstall()
             hooks.undo()
-        assert hasattr(training.train_step, "__wrapped__") is on and ("step" in vars(steps.inner)) is on
+        assert hasattr(training.train_step, "__wrapped__") is on and ("step" in vars(steps._inners[0])) is on
 
 
 def _control_cpu_ns() -> int:

@@ -236,7 +236,9 @@ def test_what_another_rank_refuses_is_restored_nowhere() -> None:
     assert (len(after.holder.outs), after.holder.count) == (0, 3)  # type: ignore[attr-defined]
 
 
-def test_one_thing_in_two_places_and_what_cannot_be_written_are_named() -> None:
+def test_one_thing_in_two_places_and_what_cannot_be_written_are_named_and_nothing_of_their_object_is_restored() -> None:
+    """Whoever has set a flag when it opened a file would find the one without the other."""
+
     def train(one: Any) -> None:
         one.best = one.outs
         one.outs.append(1)
@@ -244,8 +246,10 @@ def test_one_thing_in_two_places_and_what_cannot_be_written_are_named() -> None:
         one.count = 1
 
     data = Process(holder).gives(train)
-    assert Carried({0: data}, 1).names == {"holder.count"}
-    note = Process(holder).takes({0: data})
+    assert Carried({0: data}, 1).names == frozenset()
+    process = Process(holder)
+    note = process.takes({0: data})
+    assert "holder.count: holder.best was lost" in note
     assert all(f"holder.{name}: it cannot be written" in note for name in ("best", "outs", "recent"))
 
 

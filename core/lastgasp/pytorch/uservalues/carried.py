@@ -180,9 +180,13 @@ class Carried:
         self._puts: list[tuple[Root, str, Any, Callable[[], None]]] = []
 
     def _alike(self) -> None:
-        """Leave out what not all ranks can have."""
-        for name in {name for one in self._ranks.values() for name in one.lost}:
+        """Leave out what not all ranks can have, and all of an object of which a part was lost.
+
+        Where training has set a flag and opened a file, say, the one is worth nothing without the other.
+        """
+        for name in sorted({name for one in self._ranks.values() for name in one.lost}):
             self._refused[name] = "it cannot be written"
+            self._refuse_all_beside(name, self._refused)
         if not self._missing:
             return
         first, *others = self._ranks.values() if self._ranks else [_OfRank(_VERSION)]
@@ -193,6 +197,12 @@ class Carried:
                     name: f"rank {ranks} left none{self._why}"
                     for one in self._ranks.values() for name in _names(place, one) if name not in self._refused
                 }  # fmt: skip
+
+    def _refuse_all_beside(self, name: str, refused: dict[str, str]) -> None:
+        place = name.rpartition(".")[0]
+        for one in self._ranks.values():
+            for other in _names(place, one):
+                refused.setdefault(other, f"{name} was lost")
 
     @property
     def any(self) -> bool:
@@ -224,6 +234,7 @@ class Carried:
                     found, fill = decode(value.data, now.get(name) if value.same else None, device)
                 except Exception as error:  # NotPortable, or the user's objects
                     refused[full] = _short(error)
+                    self._refuse_all_beside(full, refused)
                     continue
                 self._puts.append((root, name, found, fill))
         return msgspec.msgpack.encode(refused)
