@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -110,10 +111,15 @@ def test_a_connection_that_proves_nothing_is_closed_soon(
         until(lambda: strangers(controller) == 0, "all are gone")
 
 
-def test_a_rank_that_had_to_make_room_tries_again(
-    controller: ControllerThread, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("late", [False, True], ids=["room", "earlier training"])
+def test_a_rank_that_cannot_be_had_yet_tries_again(
+    late: bool, controller: ControllerThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A later training of the script waits for longer, and then says for what."""
     real, tries = link._connect, []
+    let_in: Any = link.Link._let_in
+    if late:  # as if it had asked for as long as it may ask for room
+        monkeypatch.setattr(link.Link, "_let_in", lambda *args: let_in(*args[:-1], _clock.monotonic()))
 
     def connect(address: str, seconds: float, retry: bool, name: str) -> socket.socket:
         tries.append(address)
@@ -121,12 +127,13 @@ def test_a_rank_that_had_to_make_room_tries_again(
             return real(address, seconds, retry, name)
         ours, theirs = socket.socketpair()
         with theirs:
-            theirs.sendall(m.frame(m.Refused(reason=m.BUSY)))
+            theirs.sendall(m.frame(m.Refused(reason=m.NOT_YET if late else m.BUSY)))
         return ours
 
     monkeypatch.setattr(link, "_connect", connect)
     with closing(joined(controller)):
         assert len(tries) == 2
+    assert (m.NOT_YET in caplog.text) == late
 
 
 def test_the_soft_limit_is_raised_once_connections_take_a_quarter_of_it() -> None:

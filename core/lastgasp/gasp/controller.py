@@ -18,7 +18,7 @@ from lastgasp.topology import host_identity
 
 from . import messages as m
 from .actions import Action, Kill, Remark, Send, WentOn
-from .admission import WholeJobRefused, admit, is_newer, order_of
+from .admission import NotYet, WholeJobRefused, admit, is_newer, order_of
 from .again import Again, Offer
 from .announced import Announced
 from .arenas import Arenas
@@ -204,7 +204,7 @@ class Controller:
             # The end of an authenticated connection is handled elsewhere; a rank's by the state machine.
             if vanished(error) and (lost := self._by_writer.get(writer)) is not None and lost.elsewhere is not None:
                 self.keepers.lost(lost.elsewhere[0])
-            say = self._door.log.warning if self._door.is_stranger() else log.debug
+            say = log.debug if isinstance(error, NotYet) or not self._door.is_stranger() else self._door.log.warning
             say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
             writer.transport.abort()  # stop() ends the loop: with TLS, close() would wait for the other side

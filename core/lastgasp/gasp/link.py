@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import ssl
@@ -25,6 +26,8 @@ from . import messages as m
 from .lifeline import keep_alive
 from .new_process import joined
 from .tls import TlsFiles
+
+log = logging.getLogger("lastgasp")
 
 M = TypeVar("M", bound=m.Message)
 CONNECT_TIMEOUT = 30.0
@@ -209,14 +212,18 @@ class Link(Channel):
 
     def _let_in(self, address: str, token: str, hello: m.Hello, deadline: float) -> tuple[m.Challenge, m.Welcome]:
         """Greet, retrying while unauthenticated connections fill the controller's port, or others train elsewhere."""
+        told = False
         while True:
             super().__init__(address, CONNECT_TIMEOUT, retry=True)
             try:
                 return self._greet(token, "rank", hello.rank, hello)
             except _Busy as error:
-                more = LATER_TRAINING if m.NOT_YET in str(error) else 0.0
-                if _clock.monotonic() > deadline + more:
+                over, more = _clock.monotonic() - deadline, LATER_TRAINING if m.NOT_YET in str(error) else 0.0
+                if over > more:
                     raise
+                if over > 0 and not told:
+                    log.warning("this rank's next training waits, for %g minutes at most: %s", more / 60, m.NOT_YET)
+                told = over > 0
                 threading.Event().wait(0.1)
 
 
