@@ -181,6 +181,31 @@ def test_half_a_row_in_an_older_file_is_finished_there(dead: Dead, directory: Pa
     assert sorted(steps(directory)) == [0, 1, 2, 50, 51]
 
 
+@pytest.mark.parametrize("seen", [10, 60])
+def test_half_a_row_that_another_process_is_writing_is_not_continued(
+    dead: Dead, directory: Path, monkeypatch: pytest.MonkeyPatch, seen: int
+) -> None:
+    """Rows begin alike, and who reads a file sees a write in its middle."""
+    dead(3)
+    other = rows_of(dead(2, first=50, where=directory / "elsewhere"))
+    directory.mkdir(parents=True)
+    file = directory / "1700000000"
+    file.write_bytes(other[:seen])
+    real = time.sleep
+
+    def goes_on(seconds: float) -> None:
+        if file.stat().st_size == seen:
+            file.write_bytes(other)
+        real(seconds)
+
+    monkeypatch.setattr(recover.time, "sleep", goes_on)
+    recover_orphans()
+    if seen == 60:  # it has the time of another: nothing to wait for
+        assert file.stat().st_size == seen
+        file.write_bytes(other)
+    assert sorted(steps(directory)) == [0, 1, 2, 50, 51]
+
+
 def test_a_recovery_that_dies_in_the_middle_is_taken_over(
     dead: Dead, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,9 @@ A living owner holds a lock on its ring; a dead one's ring is claimed, so that o
 it, and another takes over if the first one dies. The owner, or an earlier recovery, may have died after its write and
 before recording it in the ring, even in the middle of a row: what is already on disk is found by its text (a row has
 the process, the Id and the nanosecond), and only the rest is written.
+
+While that is done, the rank's next process may write to the same files, and who reads a file during a write may see
+half a row of it. Half a row is taken for the dead process's own only if it has the nanosecond, or stays as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import os
 import re
 import stat
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +37,9 @@ FILES_LOOKED_AT = 4
 """How many of the rank's newest files are searched: its last batch is in one of them, or nowhere."""
 STALE_S = 3600.0
 """Age in seconds at which a ring that was never completed is removed."""
+SETTLE_S = 1.0
+"""How long a file must end in the same half row before a row that lacks its time may be continued there, in seconds."""
+_OWN = re.compile(rb'"Timestamp":[0-9]+,')
 _HOST_START = re.compile(rb'"Flag":(?:16,"SourceKind":0|2),')
 
 
@@ -144,11 +152,26 @@ def _empty(path: Path, ring: RingReader) -> Recovered:
         waiting = ring["head"] - ring["tail"]
         return _remove(path, f"{path} does not say where its rows go: {waiting} ranges are lost" if waiting else "")
     try:
-        ranges = _write_rest(ring, Path(directory))
+        with _alone_in(Path(directory)):
+            ranges = _write_rest(ring, Path(directory))
     except OSError as error:
         return Recovered(path, rank, directory, problem=f"{directory} cannot be written: {error}", removed=False)
     path.unlink(missing_ok=True)
     return Recovered(path, rank, directory, ranges)
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """No other recovery of this host writes there: attempts of one rank leave a ring each for the same files."""
+    descriptor = -1
+    with contextlib.suppress(OSError):  # nothing is there yet, or a file system without such locks
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _write_rest(ring: RingReader, directory: Path) -> int:
@@ -176,13 +199,25 @@ def _on_disk(directory: Path, rows: bytes) -> tuple[Path | None, int]:
         at = content.rfind(first)
         if at < 0:
             at = content.rfind(b"\n") + 1
-            if at == len(content) or not first.startswith(content[at:]):
+            if at == len(content) or not first.startswith(content[at:]) or not _is_left(path, content, at):
                 continue
         done = _common(content[at:], rows)
         if at + done == len(content) and not content.endswith(b"\n"):
             return path, done
         return None, rows.rfind(b"\n", 0, done) + 1
     return None, 0
+
+
+def _is_left(path: Path, content: bytes, at: int) -> bool:
+    """Whether half a row, from `at` on, is what a dead process left, not what a living one is writing."""
+    if _OWN.search(content, at):
+        return True
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end:
+        if path.stat().st_size != len(content):
+            return False
+        time.sleep(SETTLE_S / 20)
+    return True
 
 
 def _common(one: bytes, other: bytes) -> int:
