@@ -247,6 +247,20 @@ def test_max_steps_is_where_a_resumed_run_stops_too(tmp_path: Path) -> None:
         assert end is not None and end["step"] == 7
 
 
+@pytest.mark.parametrize("most", [3, 4])
+def test_what_the_loop_does_behind_its_last_step_is_done_again(most: int, tmp_path: Path) -> None:
+    """`max_steps` in the middle of the second epoch, and at its end; once, also where that epoch asks for no data."""
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    done = []
+    for asks in (True, True, False):
+        with Session.open(tmp_path, state=(state := tiny()), every=1, max_steps=most) as session:
+            for epoch in session.epochs(9):
+                for _ in session.batches(loader) if asks else ():
+                    step(session, state)
+                done.append((epoch, session.step))
+    assert done == [(0, 2), *[(1, most)] * 3]
+
+
 def test_an_update_that_was_torn_is_not_saved(tmp_path: Path) -> None:
     class Torn(SGD):
         """Breaks in the middle of the fourth update."""

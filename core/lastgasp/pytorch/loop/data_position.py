@@ -171,6 +171,12 @@ class DataPosition:
         pending = self._pending
         return pending is not None and not (pending[0].rows or pending[0].done or pending[0].explicit)
 
+    @property
+    def interrupted(self) -> bool:
+        """A resumed run has not reached its position yet, in the middle or at the end of an epoch of `next_epoch`."""
+        pending = self._pending
+        return pending is not None and pending[0].explicit and bool(pending[0].rows or pending[0].done)
+
     def forget(self) -> bool:
         """A resumed run will not return to its position. Returns whether that was in the middle of a pass."""
         pending, self._pending = self._pending, None

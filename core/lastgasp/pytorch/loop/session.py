@@ -151,19 +151,20 @@ class Session:
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the remaining epochs, up to `count` of them since the job's first start.
 
-        A resumed run begins with the epoch in which it was interrupted. Calls `set_epoch` of `TorchState.sampler`.
+        A resumed run begins with the epoch in which it was interrupted, also where only what follows its last batch
+        is still to be done. Calls `set_epoch` of `TorchState.sampler`.
         """
         run = self._run
-        epoch = run.book.epoch
+        epoch, interrupted = run.book.epoch, run.book.interrupted
         while True:
             self._check()
             if run.book.next_epoch(epoch):
                 run.at_boundary()
             run.body_over()
-            if epoch >= count or self._finished():
+            if epoch >= count or (self._finished() and not interrupted):
                 return
             yield epoch
-            epoch += 1
+            epoch, interrupted = epoch + 1, False
 
     def batches(self, loader: Iterable[T], *, replay: bool = False) -> BatchIterable[T]:
         """`loader`, but each batch reports the position of the training, and a resumed run gets what is still due.
