@@ -130,6 +130,8 @@ def test_both_nodes_restart_in_step_and_stop_together(
     assert endings(tmp_path)[0] == ("saved", 3)
     assert all(stepped(tmp_path, attempt)() for attempt in range(4))
     assert "the launcher of the first node has ended" in logs[1]
+    assert logs[0].count("step 3 saved by rank 0") == 1
+    assert logs[0].count("in step 4; step 3 is the newest") == 3
     jobs = {json.loads(path.read_text())["LASTGASP_JOB"] for path in (tmp_path / "d").glob("rank-*-[0-3]")}
     assert len(jobs) == 1
 

@@ -95,6 +95,9 @@ def test_a_disk_that_hangs_holds_up_neither_orders_nor_the_launchers_questions(
         second = Link(end.address, end.token, hello(0, 2, attempt=1, directory=str(tmp_path)))
         second.send(m.Begin(step=3, durable=3, buffer_fd=-1))
         until(lambda: any("the job continues" in record.message for record in caplog.records), "a line about the disk")
+        until(lambda: controller.in_use(1), "the next attempt")
+        assert not controller.in_use(0), "its ranks are no longer reported"
+        assert controller.joined(0) and controller.last_ending(0) == "nothing_to_save", "a launcher may still ask"
         second.close()
         controller.stop()
     assert any("not written, because the file system stalls" in record.message for record in caplog.records)

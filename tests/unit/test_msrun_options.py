@@ -14,7 +14,6 @@ from lastgasp import exitcodes
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.gasp.cards import JobState, RankRow, RankState
 from lastgasp.gasp.messages import Ranks
-from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch import msattempts, msrun
 from lastgasp.launch.msattempts import MsAttempts, Plan, plan, quiet
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
@@ -241,17 +240,6 @@ def test_a_node_without_the_controller_hears_that_its_rank_has_refused(codes: se
     restarts.ended(one.number, one.in_use(), one.progressed(codes), exitcodes.REFUSED in codes, frozenset({87}))
     assert restarts.should_give_up is not wanted
     one.close()
-
-
-def test_progress_is_not_forgotten_when_another_node_starts_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = MsAttempts(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
-    first.begin()
-    found = [False, True, False, False]
-    monkeypatch.setattr(ControllerThread, "progressed", lambda self, attempt: found.pop(0))
-    assert [first.progressed({None}) for _ in range(3)] == [False, True, True]
-    first.begin()
-    assert not first.progressed({exitcodes.SAVED}), "an attempt of its own"
-    first.close()
 
 
 @pytest.mark.parametrize(

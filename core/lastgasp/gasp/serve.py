@@ -118,9 +118,9 @@ class ControllerThread:
     # controller's loop, which may be late, and never raise.
 
     def in_use(self, attempt: int) -> bool:
-        """A rank of this attempt that lastgasp protects has joined."""
-        found = self._attempt(attempt)
-        return found is not None and not found.unprotected
+        """A rank of this attempt that lastgasp protects has joined, and none of a later attempt."""
+        found = self._controller.attempt
+        return found is not None and found.hello.attempt == attempt and not found.unprotected
 
     def joined(self, attempt: int) -> bool:
         """A rank of this attempt has joined, protected or not."""
@@ -212,8 +212,9 @@ class ControllerThread:
         return "" if ending == "open" else ending
 
     def _attempt(self, number: int) -> Attempt | None:
-        found = self._controller.attempt
-        return found if found is not None and found.hello.attempt == number else None
+        """Also the one before the current: under msrun another host may be the first to start the next one."""
+        both = self._controller.attempt, self._controller.incidents.previous
+        return next((found for found in both if found is not None and found.hello.attempt == number), None)
 
     def event(self, attempt: int) -> str:
         """The recovery of this attempt in one line, as far as it has come; empty when there was none. Never raises."""

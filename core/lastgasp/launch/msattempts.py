@@ -111,7 +111,7 @@ class MsAttempts:
     """
 
     def __init__(self, where: Plan) -> None:
-        self._plan, self.number, self.several, self._progressed = where, -1, where.several, False
+        self._plan, self.number, self.several = where, -1, where.several
         self._controller: ControllerThread | None = None
         self._keeper = None if where.here else BufferKeeper(f"{where.host}:{where.port}", where.token)
         if where.here:
@@ -137,7 +137,7 @@ class MsAttempts:
         Returns:
             Variables for its workers' environment.
         """
-        self.number, self._progressed = self.number + 1, False
+        self.number += 1
         if self._controller is not None and not self.several:  # launchers of other nodes count on their own
             self._controller.expect(self.number)
         end = self._controller.endpoint if self._controller is not None else None
@@ -170,16 +170,14 @@ class MsAttempts:
         """A new step was completed, as far as this node knows.
 
         A node without the controller leaves that judgement to the first one, unless one of its own ranks has refused to
-        start and none of them has saved a step. On the first node the answer stays true once it was: another node may
-        start the next attempt earlier, and the controller then reports on that one.
+        start and none of them has saved a step.
 
         Args:
             codes: how the ranks of this node have ended; None while one runs.
         """
         if self._controller is None:
             return exitcodes.REFUSED not in codes or exitcodes.SAVED in codes
-        self._progressed = self._progressed or self._controller.progressed(self.number)
-        return self._progressed
+        return self._controller.progressed(self.number)
 
     def completed(self) -> Completed:
         """What all ranks of the attempt have completed; the launcher with the controller judges that."""

@@ -170,7 +170,6 @@ class Watch:
                     known.add(worker.rank)
                     log.warning("rank %d %s", worker.rank, describe_exit(code))
                     self._attempts.report_exit(worker.rank, describe_exit(code))
-            self._attempts.progressed(self._codes())  # another node may be the first to start the next attempt
             over = self._attempts.over_for()
             if not self._running() or not self._attempts.in_use() or (over is not None and over > LEAVE):
                 return
