@@ -298,9 +298,14 @@ class LightningRun(Training):
 
     def _dump_for_a_file(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         aux, values = split(aux)
-        self.note_unsaved(self.carried.names(values))
+        names = self.carried.names(values)
         checkpoint = self.dump(step, aux)
         checkpoint[KEY][VALUES] = values
+        if self.entry is None:
+            self.note_unsaved(names)
+        else:  # training may go on in place, with what a file does not hold: who begins with the file says so
+            self.note_lost()
+            checkpoint[KEY]["not_saved"] = self.not_saved(names)
         return checkpoint
 
     def note_unsaved(self, carried: frozenset[str] = frozenset()) -> None:
