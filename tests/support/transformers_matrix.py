@@ -37,6 +37,11 @@ class TransformersCase(Case):
         raised = (self.kind, self.moment) == ("exception", "update")  # the others may not have begun theirs
         return None if raised else found
 
+    @property
+    def unmarked(self) -> set[int]:
+        """The rank that is killed before its update has not ended the step that the others complete."""
+        return super().unmarked | ({STEP + 1} if self.moment == "before_update" else set())
+
     def command(self, directory: Path, final: Path) -> list[str]:
         """The job's command line."""
         script = [str(SCRIPT), "--dir", str(directory), "--final", str(final), "--shape", self.shape]
