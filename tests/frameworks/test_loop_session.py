@@ -20,6 +20,7 @@ from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backw
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, NothingLoads, UsageError
+from lastgasp.events import decode_incident
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
@@ -338,6 +339,47 @@ def cut_short(directory: Path, state: TorchState) -> None:
     with Session.open(directory, state=state, marks=False) as s:
         step(s, state)
         raise Cut
+
+
+class Weighed(TensorDataset):
+    """Training changes how much its samples count."""
+
+    rate = 1.0
+
+    def __getitem__(self, index: int) -> Any:
+        self.rate = self.rate / 2
+        return super().__getitem__(index)
+
+
+class Inside(SGD):
+    """As SAM: another optimizer makes its steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.base = SGD(self.param_groups)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_what_training_changes_in_data_and_optimizers_is_named(tmp_path: Path) -> None:
+    """No checkpoint holds it."""
+
+    def train(model: nn.Module, state: TorchState, data: Any) -> None:
+        with Session.open(tmp_path, state=state) as session:
+            for number, [batch] in session.enumerate(data):
+                if number == 2:
+                    raise Cut
+                backward(model(batch).sum())
+                step(session, state)
+
+    model = nn.Linear(2, 1)
+    with pytest.raises(Cut):
+        train(model, TorchState(model, Inside(model.parameters())), DataLoader(Weighed(torch.ones(8, 2)), 2))
+    [path] = (tmp_path / "incidents").glob("*.json")
+    notes = " ".join(decode_incident(path.read_bytes()).notes)
+    assert "training has changed what gives its data: Weighed.rate. No checkpoint holds that" in notes
+    assert "optimizers hold what their state_dict lacks: Inside.base" in notes
 
 
 def test_folds_resume_each_from_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

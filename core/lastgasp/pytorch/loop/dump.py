@@ -27,8 +27,8 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         notes.append(f"the ranks did not hold the same when they were compared; this is what rank {run.rank} held")
     if run.buffer_rank not in aux_states and any(True for _ in run.state.container.buffers()):
         notes.append(f"buffers are those of rank {run.rank}, because those of rank {run.buffer_rank} were lost")
-    missing = run.state.extra_states.missing(snapshot.modules), run.moving.missing(step), run.unsaved.note()
-    notes += filter(None, missing)
+    missing = run.state.extra_states.missing(snapshot.modules), run.moving.missing(step)
+    notes += [*filter(None, missing), *run.not_saved.notes()]
     notes += notes_on(aux_states, run.place, seeded=run.state.elastic is not None)
     checkpoint: dict[str, Any] = run.state.dump(snapshot, tensors, run.update.copies if has_copy else None)
     if run.require(step) is not snapshot or run.update.has_copy != has_copy:

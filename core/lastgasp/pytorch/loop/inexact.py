@@ -35,8 +35,10 @@ class Inexact:
         self._told: set[str] = set()
 
     def tell(self, one: DataPass, resumed: bool) -> None:
-        """A pass has begun whose position is not exact."""
+        """A pass has begun."""
         reason = one.inexact
+        if not reason:
+            return
         if resumed and one.consumed and not one.over:
             own = f"{WORKERS}: where they draw any (augmentation), this run draws other ones"
             self._note(own if reason == WORKERS else f"the data may not be those that were due: {reason}")

@@ -32,6 +32,7 @@ from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.finish import finish_step
 from lastgasp.pytorch.loop.inexact import LATE, Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
+from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, require_held
 from lastgasp.pytorch.loop.periodic import Periodic
@@ -44,7 +45,6 @@ from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.unknown_loaders import UnknownLoaders
 from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.processgroups import process_groups
-from lastgasp.pytorch.unsaved import Unsaved
 from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing import faults
@@ -157,7 +157,7 @@ class Run:
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
-        self.unsaved = Unsaved(state.container)
+        self.not_saved = NotSaved(state)
         self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
@@ -300,9 +300,9 @@ class Run:
             since = self.shards.complete(self._snapshot)
         self.buckets.look()
         self.moving.closes(step)
-        self.step = step
+        self.step, self._gradients = step, False
+        self.not_saved.step_over()
         self.schedules.closes()
-        self._gradients = False
         self.update.close(since)
         self.engine.step_completed(step)
         self._again_here.forget()
@@ -323,6 +323,7 @@ class Run:
     def begin_pass(self, loader: Any, replay: bool) -> DataPass:
         """A pass over `loader` begins, or continues where a resumed run was."""
         book = self.book
+        self.not_saved.takes(loader)
         if self.entry is not None:
             self.entry.takes(loader)
         if book.before_begin():
@@ -338,8 +339,7 @@ class Run:
             self._restore_aux()
         if random and one.parent is None:  # a loader beside this one has given its batch already, and drawn for it
             rng.restore(rng.decode(random))
-        if one.inexact:
-            self._inexact.tell(one, there)
+        self._inexact.tell(one, there)
         return one
 
     def next_batch(self, one: DataPass, finished: Callable[[], bool]) -> Any:
