@@ -39,8 +39,8 @@ class TransformersCase(Case):
 
     @property
     def unmarked(self) -> set[int]:
-        """The rank that is killed before its update has not ended the step that the others complete."""
-        return super().unmarked | ({STEP + 1} if self.moment == "before_update" else set())
+        """The rank that is lost before its step's end has not ended the step that the others complete."""
+        return super().unmarked | ({STEP + 1} if self.moment in ("before_update", "step_end") else set())
 
     def command(self, directory: Path, final: Path) -> list[str]:
         """The job's command line."""
