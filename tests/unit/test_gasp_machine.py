@@ -427,6 +427,19 @@ def test_where_all_ranks_run_they_continue_to_the_end_of_the_step_that_one_has_b
     assert (referee.machine.state, referee.machine.outcome.step) == ("saving", 3)
 
 
+def test_where_all_ranks_run_those_behind_complete_the_step_of_the_others() -> None:
+    """Rank 0 had completed it before it was asked; any other would be saved without its own random state."""
+    referee = begun(data_parallel(4))
+    play(referee, ("report", 0, "sigterm"))
+    for rank, step in ((0, 3), (1, 2), (2, 2), (3, 2)):
+        play(referee, ("prepared", rank, 0, step, True))
+    assert referee.targets[4:] == [(rank, 3) for rank in range(4)]
+    for rank in (1, 2, 3):
+        assert referee.machine.state == "preparing"
+        play(referee, ("prepared", rank, 0, 3, True))
+    assert (referee.machine.state, referee.machine.outcome.step) == ("saving", 3)
+
+
 @pytest.mark.parametrize("event", [("die", 3), ("goodbye", 3), ("report", 3, "exception")])
 def test_nobody_continues_where_a_rank_has_stopped(event: Event) -> None:
     referee = begun(data_parallel(4))

@@ -329,12 +329,13 @@ class Machine:
         if self.state != "preparing" or self._awaited or (self.arenas is not None and self.arenas.awaited):
             return []
         decision = self._decide()
-        if not from_live_ranks(decision) and (again := self._meet(now)):
+        # One live rank would do for the save; but where all run, each can have its own random state at that step.
+        if (self._all_run() or not from_live_ranks(decision)) and (again := self._meet(now)):
             return again
         return [RecordPhase(phase="agreed"), *self._carry_out(decision, now)]
 
     def _meet(self, now: float) -> list[Action]:
-        """Each shard has a holder, but they stopped on both sides of an update: those behind may still complete it."""
+        """All shards have holders that stopped on both sides of an update: those behind may still complete it."""
         step = meeting_step(self.members, self.replicas)
         return [] if step is None else self._go_on(step, now)
 
