@@ -16,11 +16,17 @@ def wall_ns() -> int:
     return time.time_ns()
 
 
+def born(pid: int) -> int:
+    """Return when a process of this host began, in the kernel's ticks since boot; -1 if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
 def process_age() -> float:
     """Return seconds since this process began, or was forked; infinite where the kernel does not say."""
-    try:
-        with open("/proc/self/stat") as file:
-            begun = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - begun
-    except (OSError, ValueError, IndexError):
-        return float("inf")
+    begun = born(os.getpid())
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return float("inf") if begun < 0 else now - begun / os.sysconf("SC_CLK_TCK")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import xxhash
+
+from lastgasp import _clock
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.addresses import address_towards, is_loopback
 from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.secret import REMEDY, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import start_detached
 from lastgasp.session import Contact
-from lastgasp.topology import Place, ReplicaGroups
+from lastgasp.topology import UNNAMED, Place, ReplicaGroups
 
 log = logging.getLogger("lastgasp")
 
@@ -27,6 +31,8 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     """Determine rank, size, attempt and job; the job's name comes from the launcher or from rank 0."""
     env = os.environ
     job = env.get("LASTGASP_JOB") or env.get("TORCHELASTIC_RUN_ID")
+    if job == UNNAMED:
+        job = str(from_rank_0(_of_the_launcher()))
     attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not job:
         job = str(from_rank_0(uuid.uuid4().hex[:12]))
@@ -34,6 +40,12 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     return Place(
         rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job, incarnation=incarnation
     )
+
+
+def _of_the_launcher() -> str:
+    """A name for all attempts of the launcher that has started this process, and for no other job's."""
+    parent = os.getppid()
+    return xxhash.xxh3_64_hexdigest(f"{socket.gethostname()} {parent} {_clock.born(parent)}".encode())
 
 
 def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Contact | None:

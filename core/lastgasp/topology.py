@@ -11,6 +11,8 @@ from .errors import ConfigError
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
 """One tuple per shard: the ranks that hold a complete, equal copy of it, in order of preference."""
+UNNAMED = "none"
+"""What torch calls each job whose user gave no `--rdzv-id`, unless it invents a name (`--standalone`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Place:
         rank, world_size: as in torch.distributed.
         replicas: one group per shard of the state; plain data parallel is a single group of all ranks.
         attempt: how often the launcher has restarted the job (0 at first).
-        job: the same string on all ranks and for all attempts.
+        job: the same string on all ranks and for all attempts, and another one for another job in this directory.
         incarnation: how often the ranks of this attempt have entered their training again in place.
     """
 

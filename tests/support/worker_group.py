@@ -45,10 +45,10 @@ class Store:
         return all(key in self.content for key in keys)
 
 
-def begun(group: Group, *agents: LaunchAttempts) -> list[LaunchAttempt]:
+def begun(group: Group, *agents: LaunchAttempts, run_id: str = "job") -> list[LaunchAttempt]:
     """What each agent begins with, the first one first; in torch's order."""
     for rank in [*range(1, len(agents)), 0]:
-        agents[rank].offer(group.store, rank, group.group_world_size, "job", fresh_store=True)
+        agents[rank].offer(group.store, rank, group.group_world_size, run_id, fresh_store=True)
         group.store.set(f"torchelastic/role_info/{rank}", "")
     groups = [replace(group, group_rank=rank) for rank in range(len(agents))]
-    return [agent.begin(mine, "job", fresh_store=True) for agent, mine in zip(agents, groups, strict=True)]  # type: ignore[arg-type]
+    return [agent.begin(mine, run_id, fresh_store=True) for agent, mine in zip(agents, groups, strict=True)]  # type: ignore[arg-type]

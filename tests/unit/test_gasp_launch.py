@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from lastgasp.cli.run import with_defaults
+from lastgasp.connect import place_in_job
 from lastgasp.errors import ConfigError
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
@@ -25,6 +26,7 @@ from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 from lastgasp.session import Contact
+from lastgasp.topology import data_parallel
 from support.fake_controller import HELLO
 from support.worker_group import Group, Store, begun
 
@@ -151,6 +153,33 @@ def test_an_agent_that_replaces_another_takes_the_others_count(late: int) -> Non
         for agent in (*agents, replaced):
             agent.close()
     assert numbers == [3, 3]
+
+
+@pytest.mark.usefixtures("own_network")
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_job_without_an_id_has_a_name_of_its_own(late: int) -> None:
+    """torch calls each of them "none": what another one has saved in this directory would pass for this one's."""
+    agents, group = [LaunchAttempts(), LaunchAttempts()], Group(group_world_size=2)
+    replaced, other = agents[late], LaunchAttempts()
+    try:
+        attempts = begun(replace(group, store=Store()), *agents, run_id="none")
+        agents[late] = LaunchAttempts()
+        attempts += begun(replace(group, store=Store()), *agents, run_id="none")
+        [another] = begun(Group(), other, run_id="none")
+    finally:
+        for agent in (*agents, replaced, other):
+            agent.close()
+    [name] = {one.environment["LASTGASP_JOB"] for one in attempts}  # also once the first agent has been replaced
+    assert another.environment["LASTGASP_JOB"] not in ("none", name)
+
+
+def test_the_same_where_the_launcher_knows_nothing_of_lastgasp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LASTGASP_JOB", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    names = [place_in_job(0, 1, data_parallel(1), lambda value: value).job for _ in range(2)]
+    assert names[0] == names[1] != "none"
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert place_in_job(0, 1, data_parallel(1), lambda value: value).job not in (names[0], "none")
 
 
 def test_several_nodes_without_an_address_are_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from lastgasp.launch.lastword import LastWord, last_word
 from lastgasp.launch.notice import Notice
 from lastgasp.launch.restarts import Completed
 from lastgasp.launch.stores import own_address
+from lastgasp.topology import UNNAMED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -149,7 +152,7 @@ class LaunchAttempts:
 
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
-        self._started = 0
+        self._started, self._job = 0, ""
         self._keeper: BufferKeeper | None = None
         self._notice: Notice | None = None
         self._last: LaunchAttempt | None = None
@@ -171,7 +174,7 @@ class LaunchAttempts:
             ConfigError: under `lastgasp run`: LASTGASP_BIND, the secret or the TLS files.
         """
         if size > 1 and rank > 0:
-            store.set(f"{_STARTED}/{rank}", str(self._started))
+            store.set(f"{_STARTED}/{rank}", f"{self._started} {self._job}")
         elif size > 1:
             number = self._agreed(store, size)
             notice, secret = self._first(store, size, run_id, number)
@@ -183,16 +186,22 @@ class LaunchAttempts:
         if not _ordered():
             return self._started
         store.wait([f"torchelastic/role_info/{other}" for other in range(1, size)])
-        told = [f"{_STARTED}/{other}" for other in range(1, size) if store.check([f"{_STARTED}/{other}"])]
-        counts = [int(text) for text in (bytes(store.get(key)) for key in told) if text.isdigit() and len(text) < 7]
-        return max([self._started, *counts])
+        keys = [f"{_STARTED}/{other}" for other in range(1, size)]
+        told = [bytes(store.get(key)).partition(b" ") for key in keys if store.check([key])]
+        self._job = self._job or next((name.decode() for *_, name in told if _NAME.fullmatch(name)), "")
+        return max([self._started, *(int(text) for text, *_ in told if text.isdigit() and len(text) < 7)])
+
+    def _name(self, run_id: str) -> str:
+        """The job's name for all its attempts, by which what it has saved is told from what was there before."""
+        self._job = run_id if run_id not in ("", UNNAMED) else self._job or str(uuid.uuid4())
+        return self._job
 
     def _first(self, store: Any, size: int, run_id: str, number: int) -> tuple[Notice, Secret]:
         """What the first agent announces. Starts the controller, unless strangers could pass for ranks.
 
         Only `lastgasp run` is refused: any other job can run without a controller.
         """
-        secret, why = Secret(), ""
+        secret, why, job = Secret(), "", self._name(run_id)
         try:
             if size > 1:
                 secret = Secret.from_environment(self._given)
@@ -204,10 +213,10 @@ class LaunchAttempts:
                 raise
             why = str(error)
         if self._controller is None:
-            return Notice(controller="", token="", job=run_id, attempt=number, why=why), secret
+            return Notice(controller="", token="", job=job, attempt=number, why=why), secret
         self._controller.expect(number)
         end = self._controller.endpoint
-        return Notice(controller=end.address, token=end.token, job=run_id, attempt=number), secret
+        return Notice(controller=end.address, token=end.token, job=job, attempt=number), secret
 
     def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> LaunchAttempt:
         """Start the next attempt; its workers get what they need to reach the controller.
@@ -253,6 +262,7 @@ class LaunchAttempts:
             if store.check([key]):
                 self._noticed = True
                 notice = msgspec.json.decode(store.get(key), type=Notice)
+                self._job = notice.job
                 return notice.known_by(Secret.from_environment(self._given))
         except LastgaspError as error:
             if ours():
@@ -262,7 +272,7 @@ class LaunchAttempts:
             why = str(error).partition("\n")[0]
         if ours():
             log.warning("no controller for this job: %s", why)
-        return Notice(controller="", token="", job=run_id, attempt=self._started, why=why)
+        return Notice(controller="", token="", job=self._job or run_id, attempt=self._started, why=why)
 
     def end_attempt(self) -> None:
         """The workers of the attempt have ended: keep what became of their last step. Idempotent."""
@@ -295,6 +305,7 @@ class LaunchAttempts:
 
 
 _STARTED = "lastgasp/started"
+_NAME = re.compile(rb"[0-9a-f-]{36}")
 
 
 def ours() -> bool:
