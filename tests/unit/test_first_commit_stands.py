@@ -76,3 +76,21 @@ def test_of_directories_the_first_is_kept_too_and_is_named(tmp_path: Path) -> No
         staged.publish(provenance(7), aside=True)
     assert "step 7 had been committed already" in staged.kept
     assert (path / "common.pt").read_bytes() == b"common"
+
+
+@pytest.mark.parametrize("how", ["older", "incomplete"])
+def test_a_directory_that_is_no_commit_of_this_attempt_is_not_kept(how: str, tmp_path: Path) -> None:
+    """Training began before that step although it stood there: it was damaged, could not be read, or was not wanted."""
+    path = put_folder(tmp_path, 7)
+    [old] = candidates([tmp_path], FOLDERS)
+    assert isinstance(old.manifest, Manifest)
+    present = {old.manifest.self_digest} if how == "older" else set()
+    if how == "incomplete":
+        next(file for file in sorted(path.rglob("*")) if file.is_file() and file.name != "common.pt").unlink()
+    with Staged(path, FOLDERS) as staged:
+        staged.open(f"{path.name}/common.pt").write(SECOND)
+        staged.publish(provenance(7), aside=True, present=present)
+    assert staged.kept == ""
+    assert (path / "common.pt").read_bytes() == SECOND
+    assert verify(path, FOLDERS).ok
+    assert [one for one in tmp_path.iterdir() if one.name.startswith(".") and one.is_dir()], "it is moved, not removed"

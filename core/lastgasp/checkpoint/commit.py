@@ -12,10 +12,11 @@ manifest, which readers accept if the data matches it (`manifest_lookup`); the n
 between the renames of scattered files, the data matches neither, and nothing of that name is used. Two processes that
 commit the same name take turns. For single files the last one wins, unless the first is known to be of the same
 attempt (`present`). For directories and scattered files the first wins, because no other system call replaces them:
-the second finds the same step of the same job and discards its own; anything else of that name is refused or, if
-requested, moved aside. If the second is killed before its own is in place, `put_back` undoes the move. Where a
-directory is to be replaced (`last.ckpt`), it changes places with the new one in one call, and is removed behind the
-manifest; if the file system cannot do that it is moved aside meanwhile.
+the second finds the same step of the same job, whole as far as names and sizes tell, and discards its own; anything
+else of that name, and what an earlier attempt has left (`present`), is refused or, if requested, moved aside. If the
+second is killed before its own is in place, `put_back` undoes the move. Where a directory is to be replaced
+(`last.ckpt`), it changes places with the new one in one call, and is removed behind the manifest; if the file system
+cannot do that it is moved aside meanwhile.
 
 The framework's own files that name the newest checkpoint (`markers`) are replaced after the data and before the
 manifest, so they never name missing data.
@@ -207,9 +208,9 @@ class Staged:
                 parent -> content. Replaced atomically, one by one; not part of the checkpoint.
             aside: whether another checkpoint of that name is moved away (to a hidden name) rather than refused.
             replace: whether what has that name, of whatever step, is removed once the new one has it; for directories.
-            present: digests of the manifests that existed when this attempt of the job began. A single file of the
-                same step and attempt that is not among them is kept, because its commit may already have been
-                reported. None replaces any.
+            present: digests of the manifests that existed when this attempt of the job began. What is not among them,
+                and is of the same step and attempt, is kept, because its commit may already have been reported. None:
+                not known; any single file is replaced, and a directory of the same step and job kept.
 
         Raises:
             CheckpointError: already ended, nothing was written, or another checkpoint exists there.
@@ -310,9 +311,10 @@ class Staged:
         if not (self.target.is_dir() or self._temp.is_dir()):
             return None if present is None else self._of_this_attempt(ours, present)
         found = read_pair(self.target, self._layout)
-        ours_already = isinstance(found, Manifest) and (found.job, found.step) == (ours.job, ours.step)
-        if isinstance(found, Manifest) and ours_already and not (self._scattered and self._lacks(found)):
-            return found
+        if isinstance(found, Manifest) and (found.job, found.step) == (ours.job, ours.step):
+            older = present is not None and found.self_digest in present
+            if not (older or self._lacks(found)):
+                return found
         if aside:
             # First announce the commit, by which `put_back` recognises one that is killed from here on.
             write_atomically(next_path(self._layout.manifest_path(self.target)), encode(ours), self._disk)

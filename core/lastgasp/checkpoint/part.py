@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +45,16 @@ class SavedPart:
         return str(self.staged.target)
 
     def publish(
-        self, parts: Mapping[int, bytes], provenance: Provenance, markers: Mapping[str, bytes] | None = None
+        self,
+        parts: Mapping[int, bytes],
+        provenance: Provenance,
+        markers: Mapping[str, bytes] | None = None,
+        present: Collection[str] | None = None,
     ) -> str:
         """Bring the files of all savers together and make them visible, over whatever stands there.
+
+        Args:
+            parts: of all savers; provenance, markers, present: as in `Staged.publish`.
 
         Returns:
             What people must know about it (`Staged.kept`); empty where there is nothing.
@@ -59,7 +66,7 @@ class SavedPart:
             if data and data != self.part:
                 found = _FILES.decode(data)
                 self.staged.adopt(Path(found.folder), found.entries)
-        self.staged.publish(provenance, markers=markers, aside=True)
+        self.staged.publish(provenance, markers=markers, aside=True, present=present)
         return self.staged.kept
 
 

@@ -65,6 +65,11 @@ class MegatronSelector(SelectionPolicy):
         self._put_off: dict[str, bool] = {}
         self.resumed = 0
 
+    @property
+    def present(self) -> frozenset[str]:
+        """As of `CheckpointSelector`."""
+        return self._selector.present
+
     def steer(self) -> None:
         """Choose, and set what Megatron will load. Raises as `CheckpointSelector.select`."""
         self._chosen = self._selector.select()

@@ -101,6 +101,7 @@ class Run:
         self.state = state = MegatronState(
             built, self._options.gasp, self._place, self.session, lambda: life.alike, arena=self._arena
         )
+        state.source.present = self.selector.present
         life.on_close(state.close, last=True)
         life.on_close(state.steps.uninstall)
         life.bind(state)

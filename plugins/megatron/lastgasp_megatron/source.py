@@ -35,6 +35,7 @@ class MegatronSource:
         unsound: why nothing can be saved for as long as this process lives; empty where it can.
         looked: whether that is known, which takes an update.
         arena: this rank's, where it holds what no other rank has; else None.
+        present: the manifests that were there when training began (`CheckpointSelector.present`).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class MegatronSource:
         self._order = 0
         self.unsound, self.looked = "", False
         self.arena: Arena | None = None
+        self.present: frozenset[str] | None = None
         self._exchange = Exchange(config.directory, writer.place, config.save_timeout)
         if self.rank == 0:
             self._exchange.clear_older()
@@ -196,7 +198,8 @@ class MegatronSource:
         """Bring all savers' files together and make them visible; then the tracker, then remove older gasps."""
         assert isinstance(result, SavedPart)
         step, target = result.step, result.staged.target
-        kept = result.publish(parts, self._writer.provenance(step, "gasp", self._writer.newest_beside(target, LAYOUT)))
+        about = self._writer.provenance(step, "gasp", self._writer.newest_beside(target, LAYOUT))
+        kept = result.publish(parts, about, present=self.present)
         write_tracker(self._config.directory, step)
         self._exchange.close(step)
         prune(self._config, LAYOUT, target, self._writer.place.job)

@@ -82,6 +82,7 @@ class MindFormersSelector:
         self._unfit = Unfit(options.gasp.directory, place, gather)
         self.resumed: int | None = None
         self.aux = b""
+        self.present: frozenset[str] | None = None
 
     # -- MindFormers ------------------------------------------------------------------------------
 
@@ -217,8 +218,9 @@ class MindFormersSelector:
             path = self._file_of(candidate)
             into(path, policy.preload.take(path) if policy.preload is not None else None)
 
-        chosen = CheckpointSelector(policy, self._gather, is_about_content).load(load)
-        self._took(policy)
+        selector = CheckpointSelector(policy, self._gather, is_about_content)
+        chosen = selector.load(load)
+        self._took(policy, selector)
         if chosen is None:
             return None
         keep(files_of_context(), f"step-{chosen.step}")
@@ -270,15 +272,16 @@ class MindFormersSelector:
 
     def _select(self, policy: MindFormersPolicy) -> Candidate | None:
         """For a framework that does its own loading: without what earlier attempts could not load."""
-        chosen = CheckpointSelector(policy, self._gather, is_about_content).select(self._unfit.read())
+        selector = CheckpointSelector(policy, self._gather, is_about_content)
+        chosen = selector.select(self._unfit.read())
         if chosen is None and self._unfit.refused:
             raise self._unfit.nothing_loads()
         self._tried = chosen
-        self._took(policy)
+        self._took(policy, selector)
         return chosen
 
-    def _took(self, policy: MindFormersPolicy) -> None:
-        self.resumed, self.aux = policy.resumed, policy.aux
+    def _took(self, policy: MindFormersPolicy, selector: CheckpointSelector) -> None:
+        self.resumed, self.aux, self.present = policy.resumed, policy.aux, selector.present
 
 
 def _raising(error: Exception) -> Callable[[], Any]:

@@ -165,6 +165,7 @@ class Run:
             readable=readable,
         )
         self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config)
+        self.source.present = self.selector.present
         self.life.bind(self)
 
     def begin(self, params: Any) -> None:

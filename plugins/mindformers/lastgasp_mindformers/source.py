@@ -48,11 +48,15 @@ class MindSporeSource:
     Args:
         state: the state of training; native: how checkpoints are named and written.
         writer: names who writes; config: how many gasps to keep.
+
+    Attributes:
+        present: the manifests that were there when training began (`CheckpointSelector.present`).
     """
 
     def __init__(self, state: MindSporeState, native: Writer, writer: ManifestWriter, config: GaspConfig) -> None:
         self._state, self._native, self._writer, self._config = state, native, writer, config
         self.rank = writer.place.rank
+        self.present: frozenset[str] | None = None
 
     @property
     def buffer_fd(self) -> int:
@@ -134,7 +138,7 @@ class MindSporeSource:
         assert isinstance(result, _Saved)
         target, layout = result.staged.target, result.where.layout
         about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(target, layout))
-        kept = result.publish(parts, about, result.where.markers)
+        kept = result.publish(parts, about, result.where.markers, self.present)
         prune(self._config, layout, target, self._writer.place.job)
         return kept
 
