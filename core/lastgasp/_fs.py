@@ -307,14 +307,22 @@ def _last_write_ns(path: Path) -> int:
 def remove_stale_temps(directory: Path, older_than_s: float = STALE_AFTER_S) -> list[Path]:
     """Remove temporaries of dead processes in `directory`; return the removed paths.
 
-    Touches only names of the exact pattern of `unique_temp`. A racing removal is no error.
+    Touches only names of the exact pattern of `unique_temp`. A racing removal is no error. One that cannot be removed
+    (another user's, or still open somewhere on NFS) is named and left.
+
+    Raises:
+        OSError: the directory cannot be listed.
     """
     removed = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if is_stale(path, older_than_s):
-            with contextlib.suppress(FileNotFoundError):
+        try:
+            if is_stale(path, older_than_s):
                 DISK.remove(path)
                 removed.append(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _log.warning("%s, which a dead process has left, cannot be removed: %s", path, error)
     return removed
 
 

@@ -39,7 +39,10 @@ _FILE = struct.Struct("<qq16sqqq")  # magic, bytes of one slot, identity, slots,
 _SLOT = struct.Struct("<qqq16sqq")  # seq_begin, step, length, digest, for the buddy, seq_end
 _BEGIN, _STEP, _LENGTH, _DIGEST, _BUDDY, _END = 0, 1, 2, slice(3, 5), 5, 6
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+_GROUPS, _CGROUP = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_FILES_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+_FILES_2 = "memory.max", "memory.current", "inactive_file"
+"""Limit, use, and the name in `memory.stat` of what can be dropped, of both versions of control groups."""
 
 
 class DamagedArena(LastgaspError):
@@ -368,9 +371,9 @@ def in_use(proc: Path = Path("/proc")) -> tuple[int, int]:
     return sum(found.values()), len(found)
 
 
-def available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+def available(meminfo: Path = _MEMINFO, groups: Path = _GROUPS, mounted: Path = _CGROUP) -> int | None:
     """Bytes that may still be taken on this host without swapping or a limit; None if it does not say."""
-    found = [_host(meminfo), _limit(cgroup)]
+    found = [_host(meminfo), *_limits(groups, mounted)]
     return min((each for each in found if each is not None), default=None)
 
 
@@ -382,12 +385,24 @@ def _host(meminfo: Path) -> int | None:
     return None
 
 
-def _limit(cgroup: Path) -> int | None:
-    """What the limit of a container leaves; its file cache can be dropped."""
+def _limits(groups: Path, mounted: Path) -> Iterator[int | None]:
+    """What the limits of this process's control groups leave, those of Slurm and systemd inside of others included."""
     with contextlib.suppress(OSError, ValueError):
-        most = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        lines = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        cache = next((int(value) for name, value in lines if name == "inactive_file"), 0)
-        return max(0, most - used + cache)
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                roots = [mounted / "memory"] if controllers else [mounted, mounted / "unified"]
+                names = _FILES_1 if controllers else _FILES_2
+                parts = [part for part in path.split("/") if part not in ("", "..")]  # ..: outside of the container
+                for root in roots:
+                    yield from (_left(root.joinpath(*parts[:depth]), *names) for depth in range(len(parts) + 1))
+
+
+def _left(group: Path, most: str, used: str, cached: str) -> int | None:
+    """What the limit of one control group leaves; its file cache can be dropped."""
+    with contextlib.suppress(OSError, ValueError):
+        limit, taken = int((group / most).read_text()), int((group / used).read_text())
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = next((int(value) for name, value in lines if name == cached), 0)
+        return max(0, limit - taken + cache)
     return None

@@ -277,8 +277,11 @@ class Session:
         """Take over SIGTERM, on the main thread; `users` is the user's own handler, which is called as well."""
         self._processor.term.install(users)
 
-    def gather(self, tag: str, payload: bytes) -> list[bytes]:
+    def gather(self, tag: str, payload: bytes, seconds: float = GATHER_TIMEOUT) -> list[bytes]:
         """All-gather over the control connection (ports.Gather); needs no process group.
+
+        Args:
+            tag: the same on all ranks; payload: this rank's part; seconds: from the first to the last rank, from 300.
 
         Raises:
             DeadlineExceeded: some rank did not arrive.
@@ -292,11 +295,11 @@ class Session:
             from lastgasp.pytorch.together import all_gather
 
             return all_gather(tag, payload)
-        whole = self._processor.gather(tag, payload, GATHER_TIMEOUT + 30)
+        whole = self._processor.gather(tag, payload, seconds + 30, seconds)
         if whole is None and not self._processor.led:
             raise ControlError(f"the controller was lost while the ranks agreed on {tag!r}")
         if whole is None:
-            raise DeadlineExceeded(f"all ranks to agree on {tag!r}", GATHER_TIMEOUT, "Look at the slowest rank.")
+            raise DeadlineExceeded(f"all ranks to agree on {tag!r}", seconds, "Look at the slowest rank.")
         if whole.missing:
             raise ControlError(f"the ranks could not agree on {tag!r}: {whole.missing}")
         return list(whole.parts)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.layout import next_path
-from lastgasp.errors import CheckpointMismatch, ConfigError, NoGoodCheckpoint, NothingLoads, UsageError
+from lastgasp.errors import CheckpointMismatch, ConfigError, ControlError, NoGoodCheckpoint, NothingLoads, UsageError
 from lastgasp.events import decode_incident
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
@@ -652,3 +652,22 @@ def test_a_stream_that_got_shorter_is_reported(tmp_path: Path, caplog: pytest.Lo
     train(8, until=6)
     train(3, until=100)
     assert "the data are shorter than before: 6 batches were trained on" in caplog.text
+
+
+def test_ranks_that_do_not_come_together_cost_a_checkpoint_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One evaluates for longer than the others wait for it."""
+    real = Engine.gather
+
+    def gather(self: Engine, tag: str, payload: bytes, seconds: float = 300.0) -> list[bytes]:
+        if tag == "loop/save/2":
+            raise ControlError("ranks [1] did not arrive within 600 s")
+        return real(self, tag, payload)
+
+    monkeypatch.setattr(Engine, "gather", gather)
+    with Session.open(tmp_path, state=(state := tiny()), every=2) as session:
+        for _ in range(4):
+            step(session, state)
+    assert "no checkpoint of this step (ranks [1] did not arrive" in caplog.text
+    assert [one.step for one in candidates([tmp_path], LAYOUT)] == [4]

@@ -255,6 +255,13 @@ def test_it_outlives_a_kill_in_the_middle_of_a_copy() -> None:
         os.close(fd)
 
 
+def write_group(folder: Path, most: str, used: str, cached: str) -> None:
+    """A control group; each text is a name and a value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in (most.split(), used.split(), ("memory.stat", f"anon 5\n{cached}")):
+        (folder / name).write_text(f"{value}\n")
+
+
 def test_what_it_needs_and_what_the_host_has(tmp_path: Path) -> None:
     arena = Arena()
     arena.reserve(100_000)
@@ -262,11 +269,20 @@ def test_what_it_needs_and_what_the_host_has(tmp_path: Path) -> None:
     arena.close()
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 64 kB\nMemAvailable:   2048 kB\n")
-    assert arenas.available(meminfo, tmp_path) == 2048 * 1024
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300000\n")
-    assert arenas.available(meminfo, tmp_path) == 400_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert arenas.available(meminfo, tmp_path) == 2048 * 1024
-    assert arenas.available(tmp_path / "nothing", tmp_path / "nothing") is None
+    groups, mounted = tmp_path / "groups", tmp_path / "cgroup"
+
+    def has() -> int | None:
+        return arenas.available(meminfo, groups, mounted)
+
+    assert has() == 2048 * 1024
+    groups.write_text("0::/../job/step\n")  # as Slurm and systemd nest them; `..` is outside of this container
+    write_group(mounted / "job", "memory.max 1000000", "memory.current 900000", "inactive_file 300000")
+    write_group(mounted / "job/step", "memory.max max", "memory.current 1", "inactive_file 0")
+    assert has() == 400_000
+    (mounted / "job/memory.max").write_text("max\n")
+    assert has() == 2048 * 1024
+    groups.write_text("9:cpu:/\n4:memory:/job/step\n0::/\n")
+    most, used = "memory.limit_in_bytes 600000", "memory.usage_in_bytes 100000"
+    write_group(mounted / "memory/job/step", most, used, "total_inactive_file 4096")
+    assert has() == 504_096
+    assert arenas.available(tmp_path / "nothing", tmp_path / "nothing", mounted) is None

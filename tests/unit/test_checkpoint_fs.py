@@ -86,6 +86,25 @@ def test_only_old_temporaries_of_other_hosts_are_removed(tmp_path: Path) -> None
     assert _fs.remove_stale_temps(tmp_path / "none") == []
 
 
+def test_a_temporary_that_cannot_be_removed_does_not_stop_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user's, or one that is still open somewhere on NFS."""
+    kept, left = (tmp_path / f".{name}.ckpt.tmp-{_dead_pid()}-{_fs.host_tag()}012345" for name in "ab")
+    for path in (kept, left):
+        path.write_bytes(b"x")
+    real = _fs.DISK.remove
+
+    def remove(path: Path) -> None:
+        if path == kept:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(path)
+
+    monkeypatch.setattr(_fs.DISK, "remove", remove)
+    assert _fs.remove_stale_temps(tmp_path) == [left]
+    assert f"{kept}, which a dead process has left, cannot be removed" in caplog.text
+
+
 def _aged_file(path: Path) -> Path:
     path.write_bytes(b"")
     return _aged(path)

@@ -59,3 +59,13 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
     assert [answer.missing for _, answer in job.failed_gathers(since + GATHER_TIMEOUT)] == [
         "ranks [1] did not arrive within 300 s"
     ]
+
+
+def test_a_save_may_take_longer() -> None:
+    job = attempt()
+    assert job.gather(0, m.GatherPart(tag="x", payload=b"", seconds=2 * GATHER_TIMEOUT)) is None
+    since = job.gathers["x"].since
+    assert job.failed_gathers(since + GATHER_TIMEOUT) == []
+    assert [answer.missing for _, answer in job.failed_gathers(since + 2 * GATHER_TIMEOUT)] == [
+        "ranks [1] did not arrive within 600 s"
+    ]

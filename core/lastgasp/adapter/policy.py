@@ -7,6 +7,7 @@ are called on all ranks alike unless they say otherwise.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,12 @@ _TRUST = (
 _NOT_UNDERSTOOD = (
     "Refusing to start from scratch over them. Give lastgasp a directory of its own, move these files away, or give "
     "resume='never' to start anew and leave them where they are."
+)
+
+
+OWN = (
+    "This job has saved them, and refuses to begin over. Restore one of them, or give resume=<path> to load one that "
+    "you trust; to begin over all the same, move them away."
 )
 
 
@@ -81,7 +88,7 @@ class SelectionPolicy:
     ) -> None:
         self.config, self.place, self.folders, self.layout, self.local = config, place, list(folders), layout, local
         self.fit, self.instead, self.note = fit, instead, note
-        self.unnumbered = self.several = self._said = False
+        self.unnumbered = self.several = self._said = self._other = False
 
     @property
     def may_move(self) -> bool:
@@ -100,7 +107,19 @@ class SelectionPolicy:
     def asked(self) -> Path | None:
         """The checkpoint that the user has named; None where the newest good one is wanted."""
         resume = self.config.resume
-        return None if resume in ("auto", "never") else Path(resume).absolute()
+        if resume in ("auto", "never"):
+            return None
+        path, fit = Path(resume).absolute(), self.fit
+        if fit is None or os.environ.get("LASTGASP_RESUME") != resume or not path.exists():
+            return path
+        number = number_of(self.named(path))
+        if number in (None, fit.number):
+            return path
+        if not self._other and self.place.rank == 0:
+            log.warning("LASTGASP_RESUME=%s is of fit %d of its script, and this is fit %d: it is resumed from its own "
+                        "newest checkpoint", resume, number, fit.number)  # fmt: skip
+        self._other = True
+        return None
 
     def candidates(self, own: bool) -> list[Candidate]:
         """What may be resumed from, newest first; what cannot be has a `problem`.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from lastgasp.adapter.policy import SelectionPolicy
+from lastgasp.adapter.policy import OWN, SelectionPolicy
 from lastgasp.checkpoint import Agreement, Candidate, agree, quarantine
 from lastgasp.checkpoint.trial import Trial, is_about_content
 from lastgasp.errors import DamagedCheckpoint, NoGoodCheckpoint, grouped
@@ -118,12 +118,23 @@ class CheckpointSelector:
             agreement = self._agree(policy.candidates(own=True), refused)
             if agreement.chosen is not None:
                 return agreement.chosen
+            self._refuse_to_begin_over(agreement, refused)
         if asked is not None:
             return None if asked in refused else self._named(asked)
-        agreement = self._agree(policy.candidates(own=policy.config.resume == "never"), refused)
+        never = policy.config.resume == "never"
+        agreement = self._agree(policy.candidates(own=never), refused)
+        if agreement.chosen is None and policy.place.restarted and never:
+            self._refuse_to_begin_over(agreement, refused)
         if agreement.chosen is None and not refused:
             self._from_scratch(agreement)
         return agreement.chosen
+
+    def _refuse_to_begin_over(self, agreement: Agreement, refused: Collection[Path]) -> None:
+        """A restart whose job has saved steps does not go back to where it began because none of them can be read."""
+        policy = self._policy
+        if agreement.rejected and not refused and not policy.instead:
+            reasons = {path: "; ".join(why) for path, why in agreement.rejected.items()}
+            raise NoGoodCheckpoint(", ".join(map(str, policy.folders)), reasons, OWN)
 
     def _named(self, path: Path) -> Candidate:
         agreement = self._agree([self._policy.named(path)], ())

@@ -64,11 +64,13 @@ def prune(
     """`newest` was just published: remove what is beyond `config.keep` in its directory. Never raises OSError.
 
     Args:
-        job: with resume='never' those of other jobs stay; kind, fit: as in `Counted`.
+        job: where the user did not leave the choice to lastgasp (`resume`), those of other jobs stay, and do not count,
+            and so does the one that was named; kind, fit: as in `Counted`.
     """
-    own = job if config.resume == "never" else None
+    own = job if config.resume != "auto" else None
+    named = [Path(config.resume).absolute()] if config.resume not in ("auto", "never") else []
     try:
-        apply([newest.parent], layout, config.keep, Counted(kind=kind, job=own, fit=fit), protected=[newest])
+        apply([newest.parent], layout, config.keep, Counted(kind=kind, job=own, fit=fit), protected=[newest, *named])
     except (OSError, LastgaspError) as error:  # the newest is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
 

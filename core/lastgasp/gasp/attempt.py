@@ -49,6 +49,7 @@ class GatherState:
 
     since: float
     parts: dict[int, bytes] = field(default_factory=dict)
+    limit: float = GATHER_TIMEOUT
 
 
 @dataclass
@@ -252,7 +253,7 @@ class Attempt:
     def gather(self, rank: int, part: m.GatherPart) -> m.Gathered | None:
         """Store one part; return all parts when it was the last one."""
         state = self.gathers.setdefault(part.tag, GatherState(since=_clock.monotonic()))
-        state.parts[rank] = part.payload
+        state.parts[rank], state.limit = part.payload, max(state.limit, part.seconds)
         if len(state.parts) < self.hello.world_size:
             return None
         del self.gathers[part.tag]
@@ -264,11 +265,11 @@ class Attempt:
         answers = []
         for tag, state in list(self.gathers.items()):
             text = why or self._never(state)
-            if not text and now - state.since < GATHER_TIMEOUT:
+            if not text and now - state.since < state.limit:
                 continue
             del self.gathers[tag]
             missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
-            text = text or f"ranks {missing} did not arrive within {GATHER_TIMEOUT:g} s"
+            text = text or f"ranks {missing} did not arrive within {state.limit:g} s"
             answer = m.Gathered(tag=tag, parts=(), missing=text)
             answers += [(rank, answer) for rank in state.parts]
         return answers

@@ -286,10 +286,11 @@ class Release(Message, frozen=True, kw_only=True):
 
 
 class GatherPart(Message, frozen=True, kw_only=True):
-    """Rank: my part of an all-gather."""
+    """Rank: my part of an all-gather, which may take so many seconds, or as long as any."""
 
     tag: str
     payload: bytes
+    seconds: float = 0.0
 
 
 class Gathered(Message, frozen=True, kw_only=True):

@@ -137,9 +137,13 @@ class Processor:
         self._try_send(m.Report(fault=Fault(
             kind=kind, rank=self._source.rank, cause=m.encodable(cause), step=-1, seen_ns=now)))  # fmt: skip
 
-    def gather(self, tag: str, payload: bytes, seconds: float) -> m.Gathered | None:
-        """Send a part and wait for all parts; None if they did not arrive in time or the link broke."""
-        if not self._try_send(m.GatherPart(tag=tag, payload=payload)):
+    def gather(self, tag: str, payload: bytes, seconds: float, all_s: float = 0.0) -> m.Gathered | None:
+        """Send a part and wait for all parts; None if they did not arrive in time or the link broke.
+
+        Args:
+            seconds: how long this rank waits; all_s: how long the controller waits for all, if that is more than usual.
+        """
+        if not self._try_send(m.GatherPart(tag=tag, payload=payload, seconds=all_s)):
             return None
         answer = self._mail.take(("gathered", tag), seconds)
         return answer if isinstance(answer, m.Gathered) else None

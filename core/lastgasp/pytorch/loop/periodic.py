@@ -10,12 +10,26 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
+from lastgasp.errors import ControlError, DeadlineExceeded
+from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.session import Session as Engine
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
+
+
+def together(engine: Engine, tag: str, own: bytes, config: GaspConfig) -> list[bytes] | None:
+    """What all ranks have of a periodic checkpoint; None, with a line in the log, where they do not come together.
+
+    One that is much slower than the others (it evaluates, or its disk is slow) costs a checkpoint, not the job.
+    """
+    try:
+        return engine.gather(tag, own, max(GATHER_TIMEOUT, config.save_timeout))
+    except (ControlError, DeadlineExceeded) as error:
+        log.error("no checkpoint of this step (%s): training continues; older ones remain", error)
+        return None
 
 
 class Periodic:
@@ -31,13 +45,11 @@ class Periodic:
             step: completed steps; own: this rank's auxiliary state of it.
             dump: makes the checkpoint from all auxiliary states.
 
-        Raises:
-            ControlError, DeadlineExceeded: another rank is gone.
         """
         engine, rank = self._engine, self._writer.place.rank
         engine.progress("save")
-        found = engine.gather(f"loop/save/{step}", own)
-        if rank == 0:
+        found = together(engine, f"loop/save/{step}", own, self._config)
+        if rank == 0 and found is not None:
             self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
         else:
             faults.fire_at("periodic_save", step)

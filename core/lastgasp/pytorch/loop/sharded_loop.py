@@ -24,6 +24,7 @@ from lastgasp.ports import Layout
 from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.held_parts import BUCKETS, HeldParts, merge_all
+from lastgasp.pytorch.loop.periodic import together
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
@@ -203,11 +204,7 @@ class ShardedLoop(ShardedSource):
     # -- periodic checkpoints -----------------------------------------------------------------------------
 
     def save_periodic(self, step: int) -> None:
-        """Write a periodic checkpoint; all ranks call it at the same step. A failing disk does not end training.
-
-        Raises:
-            ControlError, DeadlineExceeded: another rank is gone.
-        """
+        """Write a periodic checkpoint; all ranks call it at the same step. A failing disk does not end training."""
         run, engine = self._run, self._run.engine
         engine.progress("save")
         target = run.state.layout.periodic_path(run.config.directory, step, run.fit.number)
@@ -220,15 +217,13 @@ class ShardedLoop(ShardedSource):
         except (OSError, LastgaspError) as error:
             log.error("rank %d: its part of %s could not be written (%s)", self.rank, target, error)
         try:
-            parts = engine.gather(f"loop/save/{step}", own)
-            savers = {group[0] for group in run.place.replicas}
-            whole = all(parts[rank] for rank in savers)
-            aux = engine.gather(f"loop/save/aux/{step}", self.capture(step))
+            parts = together(engine, f"loop/save/{step}", own, run.config) or []
+            aux = together(engine, f"loop/save/aux/{step}", self.capture(step), run.config) or []
+            chosen = {rank: parts[rank] for rank in {group[0] for group in run.place.replicas} if parts and aux}
             done = b""
-            if self.rank == 0 and whole and staged is not None:
-                chosen = {rank: parts[rank] for rank in savers}
+            if self.rank == 0 and staged is not None and chosen and all(chosen.values()):
                 done = self._publish_periodic(staged, own, chosen, dict(enumerate(aux)))
-            if engine.gather(f"loop/saved/{step}", done)[0]:
+            if (together(engine, f"loop/saved/{step}", done, run.config) or [b""])[0]:
                 engine.status.durable = max(engine.status.durable, step)
         finally:
             if staged is not None:

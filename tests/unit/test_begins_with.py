@@ -1,0 +1,68 @@
+"""What a job begins with where the user has not left that to lastgasp (`resume`), or its own steps cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgasp.adapter import CheckpointSelector, SelectionPolicy
+from lastgasp.checkpoint import candidates
+from lastgasp.checkpoint.manifest import Fit, Provenance
+from lastgasp.checkpoint.retention import prune
+from lastgasp.config import GaspConfig
+from lastgasp.errors import NoGoodCheckpoint
+from lastgasp.topology import Place, data_parallel
+from support.checkpoint_kit import FILES, publish, put_file
+
+
+def selected(folder: Path, resume: str | Path | None, attempt: int = 0, fit: int = 0) -> Path | None:
+    """What the job `job`, of one rank, begins with."""
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=attempt)
+    config = GaspConfig.resolve(folder, resume=resume)
+    policy = SelectionPolicy(config, place, [folder], FILES, (0, 1), fit=Fit(number=fit))
+    found = CheckpointSelector(policy, lambda tag, payload: [payload]).select()
+    return None if found is None else found.path
+
+
+@pytest.mark.parametrize("resume", ["never", "named"])
+def test_a_restart_does_not_begin_over_because_its_own_steps_cannot_be_read(resume: str, tmp_path: Path) -> None:
+    first = put_file(tmp_path, 10, job="older")
+    asked = first if resume == "named" else resume
+    assert selected(tmp_path, asked) == (first if resume == "named" else None)
+    assert selected(tmp_path, asked, attempt=1) == (first if resume == "named" else None), "it had saved nothing"
+    own = put_file(tmp_path, 20)
+    assert selected(tmp_path, asked, attempt=1) == own
+    own.rename(tmp_path / "away")
+    with pytest.raises(NoGoodCheckpoint, match="This job has saved them, and refuses to begin over"):
+        selected(tmp_path, asked, attempt=1)
+
+
+def test_what_the_environment_names_is_for_the_fit_that_saved_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All the folds of a script see it."""
+    older, newer = tmp_path / "step-5.ckpt", tmp_path / "step-9.ckpt"
+    for number, path in enumerate((older, newer)):
+        about = Provenance(format="test", step=5, kind="periodic", job="older", fit=Fit(number=number))
+        publish(path, b"x" * 100, about)
+    monkeypatch.setenv("LASTGASP_RESUME", str(older))
+    assert selected(tmp_path, None) == older
+    assert "is of fit" not in caplog.text
+    assert selected(tmp_path, None, fit=1) == newer
+    assert "is of fit 0 of its script, and this is fit 1" in caplog.text
+    monkeypatch.delenv("LASTGASP_RESUME")
+    assert selected(tmp_path, older, fit=1) == older, "the script itself names it"
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_what_was_named_and_what_others_have_saved_does_not_count(kept: int, tmp_path: Path) -> None:
+    """A job that was rolled back keeps its own checkpoints, and the one that it began with."""
+    named, *abandoned = [put_file(tmp_path, step, job="older") for step in (500, 900, 1000)]
+    config = GaspConfig.resolve(tmp_path, resume=named, keep=kept)
+    own = []
+    for step in (550, 600, 650, 700):
+        own.append(put_file(tmp_path, step))
+        prune(config, FILES, own[-1], "job")
+    left = {one.path for one in candidates([tmp_path], FILES)}
+    assert left == {named, *abandoned, *own[-kept:]}
