@@ -348,7 +348,7 @@ class Weighed(TensorDataset):
 
     def __getitem__(self, index: int) -> Any:
         self.rate = self.rate / 2
-        return super().__getitem__(index)
+        return tuple(tensor[index] for tensor in self.tensors)
 
 
 class Inside(SGD):

@@ -261,6 +261,30 @@ def test_ckpt_step_is_verified_and_leaves_the_tracker_alone(tmp_path: Path) -> N
         choose(tmp_path, ckpt_step=15)
 
 
+def test_a_tracker_that_was_set_back_is_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron's way back behind a spike of the loss; a killed job leaves a tracker that is older than the manifest."""
+    stored(tmp_path)
+    track(tmp_path, 10)
+    assert choose(tmp_path, job="next").ckpt_step == 10
+    assert "was rolled back: the tracker was set to 10 after this one had been saved" in caplog.text
+    assert checkpoint_path(tmp_path, 20).exists()
+    before = LAYOUT.manifest_path(checkpoint_path(tmp_path, 20)).stat().st_mtime_ns - 1
+    os.utime(tmp_path / NAME, ns=(before, before))
+    assert choose(tmp_path, job="next").ckpt_step == 20
+
+
+def test_what_was_saved_behind_a_roll_back_is_resumed_from(tmp_path: Path) -> None:
+    """By --ckpt-step, given once: the abandoned iteration is the greater one."""
+    stored(tmp_path)
+    assert choose(tmp_path, job="two", ckpt_step=10).ckpt_step == 10
+    write_torch(tmp_path, 15)
+    track(tmp_path, 15)
+    commit(tmp_path, 15, "two")
+    assert choose(tmp_path, job="three").ckpt_step == 15
+    track(tmp_path, 30)
+    assert choose(tmp_path, job="three").ckpt_step == 20, "what it names is not there: the newest"
+
+
 def test_resume_names_a_path(tmp_path: Path) -> None:
     stored(tmp_path / "a")
     chosen = choose(tmp_path / "b", lastgasp_resume=str(tmp_path / "a/iter_0000010"))

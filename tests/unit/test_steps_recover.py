@@ -198,7 +198,7 @@ def test_half_a_row_that_another_process_is_writing_is_not_continued(
             file.write_bytes(other)
         real(seconds)
 
-    monkeypatch.setattr(recover.time, "sleep", goes_on)
+    monkeypatch.setattr(time, "sleep", goes_on)
     recover_orphans()
     if seen == 60:  # it has the time of another: nothing to wait for
         assert file.stat().st_size == seen

@@ -126,7 +126,9 @@ class MegatronSelector(SelectionPolicy):
         if own and self.place.restarted:
             folders = self._own if self.restarts_from_own and self.asked() is None else self._all
         found = [self.judged(one) for one in candidates(folders, LAYOUT)]
-        return [one for one in found if not own or (one.manifest and one.manifest.job == self.place.job)]
+        if own:
+            return [one for one in found if one.manifest and one.manifest.job == self.place.job]
+        return _without_abandoned(found)
 
     def judged(self, candidate: Candidate) -> Candidate:
         """Not one that Megatron cannot load, or has not finished saving."""
@@ -231,6 +233,34 @@ class MegatronSelector(SelectionPolicy):
                         "(%s). Megatron loads what the tracker in --load names, unverified, or begins from scratch; "
                         "a later start with 'auto' resumes from the newest of all",
                         len(over), ", ".join(over[:3]))  # fmt: skip
+
+
+def _without_abandoned(found: list[Candidate]) -> list[Candidate]:
+    """Iterations behind a roll-back get a problem: the tracker was made to name an earlier one after they were saved.
+
+    By hand, as Megatron's way back, or by saves of a job that `--ckpt-step` had begin before them. A job that is killed
+    before it has written the tracker leaves one that is older than the manifest.
+    """
+    trackers = {folder: read_tracker(folder) for folder in {one.path.parent for one in found}}
+    there = {(one.path.parent, one.step) for one in found if one.problem is None}
+    return [_unless_abandoned(one, trackers[one.path.parent], there) for one in found]
+
+
+def _unless_abandoned(one: Candidate, tracker: Tracker, there: set[tuple[Path, int | None]]) -> Candidate:
+    folder, at = one.path.parent, tracker.iteration
+    if (folder, at) not in there or one.problem is not None or one.manifest is None or (one.step or 0) <= at:
+        return one
+    if not _is_newer(folder / NAME, LAYOUT.manifest_path(one.path)):
+        return one
+    why = f"was rolled back: the tracker was set to {at} after this one had been saved"
+    return dataclasses.replace(one, problem=why)
+
+
+def _is_newer(one: Path, other: Path) -> bool:
+    """By the file system's clock, which has written both."""
+    with contextlib.suppress(OSError):
+        return one.stat().st_mtime_ns > other.stat().st_mtime_ns
+    return False
 
 
 def _folders(named: Iterable[str | Path | None]) -> list[Path]:
