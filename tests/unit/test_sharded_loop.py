@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
-
-pytest.importorskip("torch")
+from lastgasp.pytorch.sharded.shards import Shards, host_memory
 
 HERE = "training 0 in ckpts"
 
@@ -43,3 +44,21 @@ def test_what_cannot_be_gone_on_with_is_refused_with_its_reason(more: Any, refus
     assert found.startswith(refusal) and bool(found) == bool(refusal)
     if not refusal:
         assert loop._small == {"epoch": 1}
+
+
+def test_a_device_s_state_takes_no_memory_of_the_host_before_a_copy_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without arenas nobody asks for one; and what cannot be pinned is copied all the same."""
+    asked: list[Any] = []
+    real = torch.empty
+
+    def empty(*size: Any, **given: Any) -> Any:
+        asked.append(given.get("pin_memory"))
+        if given.get("pin_memory"):
+            raise RuntimeError("no memory can be pinned")
+        return real(*size, **given)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    Shards({"m": nn.Linear(10, 10, bias=False, device="meta")}, {}, 0, 1)
+    assert True not in asked
+    assert host_memory(torch.zeros(3, dtype=torch.uint8)).shape == (3,)
+    assert asked[-2:] == [True, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import is_
@@ -38,6 +39,8 @@ from lastgasp.pytorch.sharded.table import (
 )  # fmt: skip
 from lastgasp.pytorch.statedigest import digest
 from lastgasp.pytorch.zero import inside
+
+log = logging.getLogger("lastgasp")
 
 _DENSE = "something that can be written from this rank alone"
 
@@ -155,17 +158,22 @@ class Shards:
         """Make the views of the bytes, in the order of the image."""
         self._live = now
         self._addresses = [t.data_ptr() for t in now]
-        self._views, self._device, at = list[memoryview](), list[tuple[Tensor, Tensor]](), 0
+        self._bytes, at = list[Tensor](), 0
+        self._views, self._device = list[memoryview](), list[tuple[Tensor, Tensor]]()
         for entry, tensor in zip(self.found.table.entries, now, strict=True):
             if entry.nbytes and entry.at == at:
-                flat = bytes_of(tensor.detach())
-                if flat.device.type != "cpu":
-                    host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-                    self._device.append((host, flat))
-                    flat = host
-                self._views.append(flat.numpy().data)
+                self._bytes.append(bytes_of(tensor.detach()))
                 at += entry.nbytes
         assert at == self.found.table.nbytes
+
+    def _view(self) -> None:
+        """The bytes of the host; those of devices get memory there now, which only arenas need."""
+        for flat in self._bytes:
+            host = flat
+            if flat.device.type != "cpu":
+                host = host_memory(flat)
+                self._device.append((host, flat))
+            self._views.append(host.numpy().data)
 
     # -- the bytes ----------------------------------------------------------------------------------------
 
@@ -193,6 +201,8 @@ class Shards:
         others = self.found.others or self.found.extra
         more = values.encode(self.objects(extra) if others else (), groups)
         head, self.payload_size = head_of(self._table, self.found.table.nbytes, len(more))
+        if not self._views:
+            self._view()
         for host, flat in self._device:
             host.copy_(flat, non_blocking=True)
         if self._device:
@@ -229,6 +239,15 @@ class Shards:
         for name, leaf in mine.items():
             if local_of(stated[name]).data_ptr() != local_of(leaf.value).data_ptr():
                 raise Undescribable(f"{name}, of which state_dict() returns another tensor than the model has")
+
+
+def host_memory(like: Tensor) -> Tensor:
+    """Memory of the host for the bytes of a device's tensor; pinned, unless no more may be."""
+    try:
+        return torch.empty(like.shape, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        log.debug("copies are slower, as their memory cannot be pinned: %s", error)
+        return torch.empty(like.shape, dtype=torch.uint8)
 
 
 def _described(
