@@ -36,10 +36,10 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not job:
         job = str(from_rank_0(uuid.uuid4().hex[:12]))
-    incarnation = int(env.get(INCARNATION) or 0)
     return Place(
-        rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job, incarnation=incarnation
-    )
+        rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job,
+        incarnation=int(env.get(INCARNATION) or 0), since_ns=int(env.get("LASTGASP_SINCE") or 0),
+    )  # fmt: skip
 
 
 def _of_the_launcher() -> str:

@@ -25,6 +25,7 @@ class Place:
         attempt: how often the launcher has restarted the job (0 at first).
         job: the same string on all ranks and for all attempts, and another one for another job in this directory.
         incarnation: how often the ranks of this attempt have entered their training again in place.
+        since_ns: when the launcher began with the first attempt, ns since the epoch; 0 where it does not say.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Place:
     attempt: int = 0
     job: str = "local"
     incarnation: int = 0
+    since_ns: int = 0
 
     @property
     def restarted(self) -> bool:

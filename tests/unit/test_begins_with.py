@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,13 @@ from lastgasp.topology import Place, data_parallel
 from support.checkpoint_kit import FILES, publish, put_file
 
 
-def selected(folder: Path, resume: str | Path | None, attempt: int = 0, fit: int = 0) -> Path | None:
+def selected(
+    folder: Path, resume: str | Path | None, attempt: int = 0, fit: int = 0, since_ns: int = 0
+) -> Path | None:
     """What the job `job`, of one rank, begins with."""
-    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=attempt)
+    place = Place(
+        rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=attempt, since_ns=since_ns
+    )
     config = GaspConfig.resolve(folder, resume=resume)
     policy = SelectionPolicy(config, place, [folder], FILES, (0, 1), fit=Fit(number=fit))
     found = CheckpointSelector(policy, lambda tag, payload: [payload]).select()
@@ -36,6 +41,16 @@ def test_a_restart_does_not_begin_over_because_its_own_steps_cannot_be_read(resu
     own.rename(tmp_path / "away")
     with pytest.raises(NoGoodCheckpoint, match="This job has saved them, and refuses to begin over"):
         selected(tmp_path, asked, attempt=1)
+
+
+def test_a_job_that_was_rolled_back_does_not_go_on_with_the_run_it_has_left(tmp_path: Path) -> None:
+    """Both have one name, as with an id that a script of the user's always gives."""
+    named, _ = put_file(tmp_path, 10), put_file(tmp_path, 20)
+    since = time.time_ns()
+    assert selected(tmp_path, named, since_ns=since) == named
+    assert selected(tmp_path, named, attempt=1, since_ns=since) == named
+    own = put_file(tmp_path, 15)
+    assert selected(tmp_path, named, attempt=1, since_ns=since) == own
 
 
 def test_what_the_environment_names_is_for_the_fit_that_saved_it(

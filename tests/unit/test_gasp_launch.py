@@ -170,6 +170,7 @@ def test_a_job_without_an_id_has_a_name_of_its_own(late: int) -> None:
         for agent in (*agents, replaced, other):
             agent.close()
     [name] = {one.environment["LASTGASP_JOB"] for one in attempts}  # also once the first agent has been replaced
+    assert len({one.environment["LASTGASP_SINCE"] for one in attempts}) == 1
     assert another.environment["LASTGASP_JOB"] not in ("none", name)
 
 

@@ -115,7 +115,8 @@ class CheckpointSelector:
         asked = policy.asked()
         if policy.place.restarted and (asked is not None or policy.restarts_from_own):
             # A restart resumes from what the job has saved; where it started from counts only after that.
-            agreement = self._agree(policy.candidates(own=True), refused)
+            own = policy.candidates(own=True)
+            agreement = self._agree([one for one in own if self._of_this_start(one)], refused)
             if agreement.chosen is not None:
                 return agreement.chosen
             self._refuse_to_begin_over(agreement, refused)
@@ -128,6 +129,11 @@ class CheckpointSelector:
         if agreement.chosen is None and not refused:
             self._from_scratch(agreement)
         return agreement.chosen
+
+    def _of_this_start(self, candidate: Candidate) -> bool:
+        """Not of a run before, which the user has left for the named checkpoint; jobs may share a name."""
+        manifest = candidate.manifest
+        return manifest is not None and manifest.creator.time_ns >= self._policy.place.since_ns
 
     def _refuse_to_begin_over(self, agreement: Agreement, refused: Collection[Path]) -> None:
         """A restart whose job has saved steps does not go back to where it began because none of them can be read."""

@@ -152,7 +152,7 @@ class LaunchAttempts:
 
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
-        self._started, self._job = 0, ""
+        self._started, self._job, self._since_ns = 0, "", _clock.wall_ns()
         self._keeper: BufferKeeper | None = None
         self._notice: Notice | None = None
         self._last: LaunchAttempt | None = None
@@ -174,7 +174,7 @@ class LaunchAttempts:
             ConfigError: under `lastgasp run`: LASTGASP_BIND, the secret or the TLS files.
         """
         if size > 1 and rank > 0:
-            store.set(f"{_STARTED}/{rank}", f"{self._started} {self._job}")
+            store.set(f"{_STARTED}/{rank}", f"{self._started} {self._job} {self._since_ns}")
         elif size > 1:
             number = self._agreed(store, size)
             notice, secret = self._first(store, size, run_id, number)
@@ -187,9 +187,10 @@ class LaunchAttempts:
             return self._started
         store.wait([f"torchelastic/role_info/{other}" for other in range(1, size)])
         keys = [f"{_STARTED}/{other}" for other in range(1, size)]
-        told = [bytes(store.get(key)).partition(b" ") for key in keys if store.check([key])]
-        self._job = self._job or next((name.decode() for *_, name in told if _NAME.fullmatch(name)), "")
-        return max([self._started, *(int(text) for text, *_ in told if text.isdigit() and len(text) < 7)])
+        told = [match for key in keys if store.check([key]) and (match := _TOLD.fullmatch(bytes(store.get(key))))]
+        self._job = self._job or next((match["job"].decode() for match in told if match["job"]), "")
+        self._since_ns = min([self._since_ns, *(int(match["since"]) for match in told)])
+        return max([self._started, *(int(match["started"]) for match in told)])
 
     def _name(self, run_id: str) -> str:
         """The job's name for all its attempts, by which what it has saved is told from what was there before."""
@@ -213,10 +214,10 @@ class LaunchAttempts:
                 raise
             why = str(error)
         if self._controller is None:
-            return Notice(controller="", token="", job=job, attempt=number, why=why), secret
+            return Notice("", "", job, number, self._since_ns, why), secret
         self._controller.expect(number)
         end = self._controller.endpoint
-        return Notice(controller=end.address, token=end.token, job=job, attempt=number), secret
+        return Notice(end.address, end.token, job, number, self._since_ns), secret
 
     def begin(self, group: WorkerGroup, run_id: str, fresh_store: bool = False) -> LaunchAttempt:
         """Start the next attempt; its workers get what they need to reach the controller.
@@ -262,7 +263,7 @@ class LaunchAttempts:
             if store.check([key]):
                 self._noticed = True
                 notice = msgspec.json.decode(store.get(key), type=Notice)
-                self._job = notice.job
+                self._job, self._since_ns = notice.job, notice.since_ns
                 return notice.known_by(Secret.from_environment(self._given))
         except LastgaspError as error:
             if ours():
@@ -272,7 +273,7 @@ class LaunchAttempts:
             why = str(error).partition("\n")[0]
         if ours():
             log.warning("no controller for this job: %s", why)
-        return Notice(controller="", token="", job=self._job or run_id, attempt=self._started, why=why)
+        return Notice("", "", self._job or run_id, self._started, why=why)
 
     def end_attempt(self) -> None:
         """The workers of the attempt have ended: keep what became of their last step. Idempotent."""
@@ -305,7 +306,8 @@ class LaunchAttempts:
 
 
 _STARTED = "lastgasp/started"
-_NAME = re.compile(rb"[0-9a-f-]{36}")
+_TOLD = re.compile(rb"(?P<started>[0-9]{1,6}) (?:(?P<job>[0-9a-f-]{36})|.*) (?P<since>[0-9]{1,19})", re.DOTALL)
+"""What the others say: attempts that they have started, the job's name if lastgasp has given it, and since when."""
 
 
 def ours() -> bool:

@@ -20,6 +20,7 @@ class Notice(msgspec.Struct, frozen=True):
     """The first agent's notice to the others.
 
     Attributes:
+        since_ns: when the first attempt of this launcher began, for all of them (`topology.Place`).
         token: empty if the nodes share a secret, which is not transmitted.
         why: why there is no controller; empty if there is one.
         seal: proves to agents that know the secret that the sender knows it as well.
@@ -29,6 +30,7 @@ class Notice(msgspec.Struct, frozen=True):
     token: str
     job: str
     attempt: int
+    since_ns: int = 0
     why: str = ""
     seal: str = ""
 
@@ -55,6 +57,7 @@ class Notice(msgspec.Struct, frozen=True):
     def environment(self) -> dict[str, str]:
         """The ranks' environment. Without a controller it clears what the previous attempt has set."""
         found = {"LASTGASP_JOB": self.job, "LASTGASP_ATTEMPT": str(self.attempt)}
+        found["LASTGASP_SINCE"] = str(self.since_ns)
         found |= {"LASTGASP_CONTROLLER": self.controller, UNCOORDINATED: self.why}
         if self.controller:
             found[TOKEN] = self.token
