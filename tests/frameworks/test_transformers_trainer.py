@@ -20,40 +20,16 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
+from frameworks.transformers_rig import Breaks, outcome, trainer
 from lastgasp.cli import main
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
 from lastgasp_transformers.run import Run
 from support.launchers import incidents
-from support.train_transformers import Tokens, arguments, model, result
+from support.train_transformers import Tokens, arguments, model
 
 pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
-
-
-class Breaks(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Raises once, in the step after `after`."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Raise."""
-        if state.global_step == self._after:
-            self._after = -1
-            raise InjectedFault("broken")
-
-
-def trainer(folder: Path, *callbacks: Any, rows: int = 12, **changed: Any) -> Trainer:
-    """Twelve steps, saved every four."""
-    wanted = arguments(str(folder), "plain")
-    for name, value in changed.items():
-        setattr(wanted, name, value)
-    return Trainer(model(), wanted, train_dataset=Tokens(rows, True), eval_dataset=Tokens(8), callbacks=[*callbacks])
-
-
-def outcome(one: Trainer, loss: float) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in result(one, loss).items()}
 
 
 @pytest.fixture(scope="module")

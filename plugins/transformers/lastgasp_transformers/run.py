@@ -141,7 +141,7 @@ class Run:
         if self._trainer.model_init is None:
             self._trainer._load_from_checkpoint(str(candidate.path))
             self._loaded = str(candidate.path)
-        self._good.add(candidate.path)
+        self._good.add(candidate.path.resolve())
 
     def begin(self) -> None:
         """Everything is loaded, and training begins."""
@@ -296,7 +296,8 @@ class Run:
 
     def _around_save_checkpoint(self, original: Any, *args: Any) -> None:
         self._call = partial(original, *args)
-        if self._trainer.args.save_only_model or self._trainer.state.global_step != self.step:
+        at_boundary = self._trainer.state.global_step == self.step and self.training.known
+        if self._trainer.args.save_only_model or not at_boundary:
             self._call()
         else:
             self.save()
@@ -308,10 +309,10 @@ class Run:
         save = adapter.NativeSave(path, LAYOUT, step, self.training.source.capture(step))
         self.session.progress("save")
         with self.marks.saving():
-            if path in self._good:
+            if path.resolve() in self._good:
                 self._keep(save)
             elif self._saved(save):
-                self._good.add(path)
+                self._good.add(path.resolve())
         self.session.progress("data")
 
     def _saved(self, save: adapter.NativeSave) -> bool:

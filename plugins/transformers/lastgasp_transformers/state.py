@@ -7,6 +7,7 @@ checkpoint is written over a good one of the same step.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -70,6 +71,7 @@ class Training(adapter.Training):
         self.gasps: adapter.StateSource
         self.loaders: list[object] = []
         self._boundary: Record = {}
+        self._resumed: Record = {}
         self._scheduled: Record = {}
         self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
         self.done, self.updates = 0, 1
@@ -155,8 +157,15 @@ class Training(adapter.Training):
 
     # -- dump ---------------------------------------------------------------------------------------------
 
+    @property
+    def known(self) -> bool:
+        """Whether `record` has anything. Before the first step it has only what was resumed from."""
+        return bool(self._boundary or self._resumed)
+
     def record(self, aux: Mapping[int, bytes]) -> Record:
         """What lastgasp puts into a checkpoint of the boundary, besides what Trainer does."""
+        if not self._boundary:
+            return self._resumed
         boundary = self._boundary
         return {name: boundary[name] for name in _KEPT} | {
             "version": VERSION,
@@ -207,6 +216,7 @@ class Training(adapter.Training):
     def restore(self, record: Record, own: bytes | None) -> shared.PrefetchedPosition | None:
         """Stand on the boundary of `record`. Returns where this rank stood in its data, if that is known."""
         trainer, waiting = self.trainer, self._exportable()
+        self._resumed = copy.deepcopy(record)  # what is due may add to it, as to the log
         self.last = record["last"]
         vars(trainer.state).update(record["state"])
         vars(trainer.control).update(record["control"])
