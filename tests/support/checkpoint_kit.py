@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -126,15 +127,19 @@ class DyingDisk(Disk):
 def as_ranks(world_size: int, body: Callable[[int, Gather], T]) -> list[T]:
     """Run `body(rank, gather)` on one thread per rank; returns the results, raises the first error."""
     barrier = threading.Barrier(world_size, timeout=150)
-    slots: dict[str, list[bytes]] = {}
+    slots: dict[tuple[str, int], list[bytes]] = {}
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        used = Counter[str]()
+
         def gather(tag: str, payload: bytes) -> list[bytes]:
-            slots.setdefault(tag, [b""] * world_size)[rank] = payload
+            used[tag] += 1
+            slot = slots.setdefault((tag, used[tag]), [b""] * world_size)
+            slot[rank] = payload
             barrier.wait()
-            return list(slots[tag])
+            return list(slot)
 
         try:
             results[rank] = body(rank, gather)
