@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +23,7 @@ from lastgasp.checkpoint import (
     to_remove,
     verify,
 )
+from lastgasp.checkpoint import adopt as adopt_module
 from lastgasp.checkpoint import chunks as chunks_module
 from lastgasp.checkpoint.progress import progress_bar
 from lastgasp.checkpoint.verdict import merge
@@ -179,6 +182,23 @@ def test_retention_finishes_what_a_crash_left(tmp_path: Path) -> None:
     paths[0].unlink()
     assert apply([tmp_path], FILES, 1, Counted(job="job")) == [paths[0]]
     assert not FILES.manifest_path(paths[0]).exists()
+
+
+def test_the_manifest_of_what_is_out_of_reach_for_a_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale handle of NFS is no removal."""
+    path = put_folder(tmp_path, 1)
+
+    def stale(one: Path) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "lexists", lambda one: False)
+        patch.setattr(Path, "lstat", stale)
+        assert adopt_module.remove_orphans(tmp_path, FOLDERS) == []
+    shutil.rmtree(path)
+    assert adopt_module.remove_orphans(tmp_path, FOLDERS) == [path]
 
 
 def test_retention_of_directories(tmp_path: Path) -> None:

@@ -71,10 +71,19 @@ def remove_orphans(directory: Path, layout: Layout) -> list[Path]:
     Raises:
         OSError: the disk refused.
     """
-    gone = [path for path in layout.discover(directory) if not layout.parts(path)]
+    gone = [path for path in layout.discover(directory) if not layout.parts(path) and _is_gone(path)]
     for path in gone:
         layout.manifest_path(path).unlink(missing_ok=True)
     return gone
+
+
+def _is_gone(path: Path) -> bool:
+    """And not only out of reach for the moment."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def data_files(checkpoint: Path, layout: Layout) -> dict[str, Path]:
