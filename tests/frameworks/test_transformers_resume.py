@@ -17,6 +17,7 @@ from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.cli import main
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
+from support.train_transformers import Tokens
 
 pytestmark = [pytest.mark.usefixtures("restored_environ", "first_training"), pytest.mark.timeout(300)]
 
@@ -91,3 +92,72 @@ def test_a_further_training_resumes_where_its_save_was_due(
         other.train()
     assert (tmp_path / "fit-1/checkpoint-4/lastgasp.pt").exists()
     assert _differences(outcome(other, other.train().training_loss), undisturbed) == []
+
+
+def test_a_finished_training_continues_with_more_epochs(tmp_path: Path) -> None:
+    """As Trainer alone does; what is resumed is the last checkpoint of a training that has come to its end."""
+
+    def train(folder: Path, *callbacks: Any) -> dict[str, torch.Tensor]:
+        for epochs in (2.0, 3.0):
+            new_process()
+            one = trainer(folder, *callbacks, num_train_epochs=epochs)
+            one.train_dataset = Tokens(12)
+            one.train(resume_from_checkpoint=epochs > 2)
+        assert one.state.global_step == 18
+        return {name: value.clone() for name, value in one.model.state_dict().items()}  # type: ignore[union-attr]
+
+    assert _differences(train(tmp_path / "d", LastGasp()), train(tmp_path / "plain")) == []
+
+
+class Budget(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Ends a job in time, with a save."""
+
+    def __init__(self) -> None:
+        self._left = 3
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """After three of its steps."""
+        self._left -= 1
+        if self._left == 0:
+            control.should_save = control.should_training_stop = True
+
+
+def test_a_training_that_a_callback_has_stopped_continues_in_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTGASP_JOB", "night")  # the same for all
+    plain = trainer(tmp_path / "plain", max_steps=8)
+    expected, ends = outcome(plain, plain.train().training_loss), []
+    for _ in range(3):
+        new_process()
+        one = trainer(tmp_path / "d", LastGasp(), Budget(), max_steps=8)
+        found = outcome(one, one.train().training_loss)
+        ends.append(one.state.global_step)
+    assert ends == [3, 6, 8]
+    assert _differences(found, expected) == []
+
+
+def test_a_restart_of_the_job_that_a_callback_has_stopped_ends_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Undisturbed it would have ended there. Of what another job has stopped, nothing is to end."""
+    monkeypatch.setenv("LASTGASP_JOB", "one")
+    trainer(tmp_path, LastGasp(), Budget()).train()
+    monkeypatch.setenv("LASTGASP_ATTEMPT", "1")
+    for job, last in (("one", 3), ("two", 4)):
+        monkeypatch.setenv("LASTGASP_JOB", job)
+        new_process()
+        one = trainer(tmp_path, LastGasp(), max_steps=4)
+        one.train()
+        assert one.state.global_step == last
+        assert caplog.text.count("its callbacks had ended the training") == 1
+
+
+def test_no_evaluation_is_due_for_a_script_without_one(tmp_path: Path) -> None:
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, LastGasp(), Breaks(4)).train()
+    new_process()
+    one = trainer(tmp_path, LastGasp(), eval_strategy="no", max_steps=5)
+    one.eval_dataset = None
+    one.train()
+    assert one.state.global_step == 5

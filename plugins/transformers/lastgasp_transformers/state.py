@@ -169,6 +169,7 @@ class Training(adapter.Training):
         boundary = self._boundary
         return {name: boundary[name] for name in _KEPT} | {
             "version": VERSION,
+            "job": self._place.job,
             "world_size": self._place.world_size,
             "small": {rank: data for rank, data in aux.items() if data},
             "state": {name: boundary["state"][name] for name in _STATE},
@@ -219,7 +220,7 @@ class Training(adapter.Training):
         self._resumed = copy.deepcopy(record)  # what is due may add to it, as to the log
         self.last = record["last"]
         vars(trainer.state).update(record["state"])
-        vars(trainer.control).update(record["control"])
+        self._restore_control(record)
         vars(trainer).update(record["sums"])
         for kind, saved in record["callbacks"]:
             for callback in [one for one in waiting if type(one).__name__ == kind][:1]:
@@ -241,6 +242,16 @@ class Training(adapter.Training):
         trainer._tr_loss.fill_(mine.loss)
         trainer.current_flos = mine.flos
         return mine.data
+
+    def _restore_control(self, record: Record) -> None:
+        """In another job, neither the end of the one before is an end, nor is an evaluation due that is not wanted."""
+        state, control, place = self.trainer.state, self.trainer.control, self._place
+        vars(control).update(record["control"])
+        if not (place.restarted and record.get("job") == place.job):
+            control.should_training_stop = state.global_step >= state.max_steps
+            control.should_evaluate &= self.trainer.args.eval_strategy != "no"
+        elif control.should_training_stop and state.global_step < state.max_steps:
+            self._session.note(f"the job ends at step {state.global_step} again: its callbacks had ended the training")
 
     # -- after a fault ------------------------------------------------------------------------------------
 
