@@ -104,7 +104,7 @@ def test_a_finished_training_continues_with_more_epochs(tmp_path: Path) -> None:
             one.train_dataset = Tokens(12)
             one.train(resume_from_checkpoint=epochs > 2)
         assert one.state.global_step == 18
-        return {name: value.clone() for name, value in one.model.state_dict().items()}  # type: ignore[union-attr]
+        return {name: value.clone() for name, value in one.model.state_dict().items()}
 
     assert _differences(train(tmp_path / "d", LastGasp()), train(tmp_path / "plain")) == []
 

@@ -29,7 +29,7 @@ def of_optimizers(optimizers: Iterable[object]) -> str:
 
 
 def of_data(loaders: Iterable[object]) -> str:
-    """What is known of the data without reading them: types, lengths, indices of subsets, some rows of tensors."""
+    """What is known of the data without reading them: types, lengths, indices of subsets, some rows of tables."""
     return fingerprint(row for loader in loaders for row in _dataset(getattr(loader, "dataset", loader), _DEEP))
 
 
@@ -43,8 +43,8 @@ def _dataset(data: Any, deep: int) -> Iterator[object]:
             yield from _dataset(part, deep - 1) if deep else ()
     elif isinstance(data, TensorDataset):
         yield from (_rows(tensor) for tensor in data.tensors)
-    elif isinstance(known := getattr(data, "_fingerprint", None), str):  # of the library `datasets`
-        yield known
+    elif hasattr(data, "column_names") and hasattr(data, "_indices"):  # of `datasets`, whose fingerprint may be random
+        yield _length(data), str(data.column_names), _arrow_rows(data)
     elif isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.IterableDataset):
         yield _length(data)
 
@@ -52,6 +52,17 @@ def _dataset(data: Any, deep: int) -> Iterator[object]:
 def _rows(tensor: torch.Tensor) -> object:
     ends = torch.cat([tensor[:_ROWS], tensor[-_ROWS:]]).detach().cpu().contiguous()
     return tuple(tensor.shape), str(tensor.dtype), fingerprint([ends.reshape(-1).view(torch.uint8).tolist()])
+
+
+def _arrow_rows(data: Any) -> object:
+    """As they are stored: `data[i]` runs the user's transforms."""
+    try:
+        table, chosen, count = data.data, data._indices, len(data)
+        ends = sorted({*range(count)[:_ROWS], *range(count)[-_ROWS:]})
+        rows = ends if chosen is None else [chosen.column(0)[i].as_py() for i in ends]
+        return [table.slice(row, 1).to_pylist() for row in rows]
+    except Exception:  # of another version of the library
+        return None
 
 
 def _length(data: Any) -> int | None:
