@@ -20,7 +20,7 @@ from lastgasp.checkpoint import Agreement, Candidate, Manifest, Verdict, candida
 from lastgasp.checkpoint.manifest import Fit
 from lastgasp.checkpoint.manifest_lookup import has_manifest, read_pair
 from lastgasp.checkpoint.moving import put_back
-from lastgasp.checkpoint.samefit import differences, number_of, of_fit
+from lastgasp.checkpoint.samefit import differences, is_behind, number_of, of_fit
 from lastgasp.checkpoint.unknown import all_of_training, unknown
 from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointMismatch, ConfigError
@@ -64,6 +64,7 @@ class SelectionPolicy:
     Attributes:
         unnumbered: what was selected does not say of which fit it is.
         several: there are checkpoints of several fits, or this is not the first one of its script.
+        behind: there are checkpoints of a later fit of the script.
         restarts_from_own: a restart looks for what this job has saved before anything else, although the user named no
             checkpoint (finetuning).
         preload: what loads this rank's files while they are verified; None verifies first.
@@ -88,7 +89,7 @@ class SelectionPolicy:
     ) -> None:
         self.config, self.place, self.folders, self.layout, self.local = config, place, list(folders), layout, local
         self.fit, self.instead, self.note = fit, instead, note
-        self.unnumbered = self.several = self._said = self._other = False
+        self.unnumbered = self.several = self.behind = self._said = self._other = False
 
     @property
     def may_move(self) -> bool:
@@ -253,6 +254,7 @@ class SelectionPolicy:
             return found
         own = of_fit(found, self.fit.number, self.config.directory)
         self.several = self.fit.number > 0 or len(own) < len(found)
+        self.behind = is_behind(found, self.fit.number, self.config.directory)
         if found and not own and self.place.rank == 0 and not self._said:
             log.warning("fit %d of this script starts from scratch: the %d checkpoints in %s are of other fits",
                         self.fit.number, len(found), self._where)  # fmt: skip

@@ -36,6 +36,11 @@ def of_fit(found: Iterable[Candidate], number: int, home: Path | None = None) ->
     return [one for one in found if (number_of(one) or 0) == number and not (home and _is_at_home_elsewhere(one, home))]
 
 
+def is_behind(found: Iterable[Candidate], number: int, home: Path) -> bool:
+    """Whether the script that counts its fits in `home` had come to one after fit `number`."""
+    return any((number_of(one) or 0) > number and not _is_at_home_elsewhere(one, home) for one in found)
+
+
 def _is_at_home_elsewhere(candidate: Candidate, home: Path) -> bool:
     """Whether a fit of another directory wrote it, which is still there: one that is not may have been moved here."""
     fit = candidate.manifest.fit if candidate.manifest is not None else msgspec.UNSET

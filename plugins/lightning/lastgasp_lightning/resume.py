@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,12 @@ from lastgasp_lightning.metrics import as_logged, decode_own, is_summed, of_a_ne
 from lastgasp_lightning.state import KEY, VERSION, LightningState
 from lastgasp_lightning.tuner import set_found
 
+log = logging.getLogger("lastgasp")
+
 LOST = "what self.log had accumulated in this epoch on rank {} is lost: what is reduced over all ranks leaves it out"
+_ENDS = "training ends with step %d, as it was to: trainer.should_stop was set there"
+_TRAINS_ON = ("an earlier job has ended with step %d because trainer.should_stop was set; this is another job, and "
+              "trains on from there. If training was to end there, do not start it again")  # fmt: skip
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -39,6 +45,7 @@ class Resume:
         put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
         bring: the same from the record of a gasp; returns what to note.
         in_place: it was, in a process that may have trained before.
+        goes_on: whether it is the training of the checkpoint that goes on (`LightningSelector`), not one after its end.
     """
 
     def __init__(self, state: LightningState) -> None:
@@ -50,6 +57,7 @@ class Resume:
         self.put_back: Callable[[], object] = bool
         self.bring: Callable[[dict[str, Any]], str] = lambda _: ""
         self.in_place = False
+        self.goes_on: Callable[[], bool] = lambda: True
 
     def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
         """Change `checkpoint` to the boundary form and arrange the replay.
@@ -134,7 +142,7 @@ class Resume:
             self._note(missing)
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
             loop._restarting = False  # else the plateau schedulers of this epoch's end are left out
-        trainer.should_stop = trainer.should_stop or record["stopping"]
+        trainer.should_stop = trainer.should_stop or self._asked_to_stop(trainer, record)
         if (accumulate := record.get("accumulate")) is not None:  # callbacks change it only when an epoch starts
             trainer.accumulate_grad_batches = accumulate
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
@@ -164,6 +172,18 @@ class Resume:
         self._state.resumed()
         if trainer._logger_connector._first_loop_iter is not None:
             trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
+
+    def _asked_to_stop(self, trainer: Any, record: dict[str, Any]) -> bool:
+        """Whether the training of the checkpoint was asked to stop, and is what goes on.
+
+        Who stops by the clock starts another job to train on, and nothing else tells that from a training at its goal.
+        """
+        if record["stopping"] or not record.get("asked_to_stop"):
+            return bool(record["stopping"])
+        goes_on, step = self.goes_on(), record["step"]
+        if trainer.is_global_zero:
+            log.warning(_ENDS if goes_on else _TRAINS_ON, step)
+        return goes_on
 
     def _restore_metrics(self, trainer: Any, record: dict[str, Any]) -> None:
         logs = trainer._logger_connector

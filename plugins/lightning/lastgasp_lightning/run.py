@@ -110,6 +110,7 @@ class LightningRun(Training):
         self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
+        self.resume.goes_on = lambda: self.selector.goes_on
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
         self._again_here = self._again(arena)(self, make, self.writer, held)
         if recovery == "save":

@@ -43,6 +43,8 @@ class LightningSelector:
         resumed: a checkpoint of ours was chosen.
         present: the manifests that were there before (`CheckpointSelector.present`).
         same_run: and the user did not name it, so that it is the same run that resumes.
+        goes_on: what was chosen is of a training that had not come to its end, or is done again only because the script
+            begins anew. Otherwise its end may have been that of another job.
         begins: called when all is as the script has it; loaded: on all ranks once a checkpoint is loaded.
         note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
@@ -53,7 +55,7 @@ class LightningSelector:
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
         self._trainer, self._config, self._place, self._gather, self._fit = trainer, config, place, gather, fit
-        self.resumed = self.same_run = False
+        self.resumed = self.same_run = self.goes_on = False
         self.begins: Callable[[], None] = lambda: None
         self.loaded: Callable[[], None] = lambda: None
         self.note: Callable[[str], None] = log.warning
@@ -120,6 +122,7 @@ class LightningSelector:
 
         def restore(candidate: Candidate) -> None:
             self.resumed, self.same_run = True, not selector.named
+            self.goes_on = policy.behind or self._goes_on(candidate)
             if not selector.named:
                 self._fit.resumed(candidate.path, policy.unnumbered, policy.several)
             self._warn(given, candidate.path)
@@ -148,11 +151,15 @@ class LightningSelector:
             self._trainer.strategy, "load_checkpoint", lambda _: lambda *args, **options: checkpoint()
         )
         try:
-            self.resumed = self.same_run = True
+            self.resumed = self.same_run = self.goes_on = True
             load(MEMORY)
         finally:
             undo()
             connector._ckpt_path = given
+
+    def _goes_on(self, candidate: Candidate) -> bool:
+        found, place = candidate.manifest, self._place
+        return found is not None and (found.kind == "gasp" or (place.restarted and found.job == place.job))
 
     def _warn(self, given: Any, path: Path) -> None:
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0

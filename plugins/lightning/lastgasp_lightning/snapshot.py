@@ -28,6 +28,7 @@ class Snapshot:
     """The state of the loops at one boundary. Holds references and shallow copies; nothing is cloned.
 
     Attributes:
+        asked: to stop, whether or not it may yet; stopping: and may not yet, because of `min_steps` or `min_epochs`.
         accumulate: batches of a step, where a callback has changed their number since the fit began (else None).
     """
 
@@ -36,6 +37,7 @@ class Snapshot:
     names: list[tuple[str, ...]]
     stepped: int
     reloads: tuple[float, float]
+    asked: bool
     stopping: bool
     schedulers: list[dict[str, Any]]
     groups: list[list[dict[str, Any]]]
@@ -90,7 +92,8 @@ class Snapshotter:
             self._names,
             epoch._batches_that_stepped,
             (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
-            self._trainer.should_stop and not self._fit._can_stop_early,
+            asked := bool(self._trainer.should_stop),
+            asked and not self._fit._can_stop_early,
             # callbacks may exchange them
             [own_copy(c.scheduler.state_dict()) for c in self._strategy.lr_scheduler_configs],
             [[*map(_hyperparameters, o.param_groups)] for o in self._strategy.optimizers],

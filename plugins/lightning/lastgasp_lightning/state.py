@@ -400,6 +400,7 @@ class LightningState:
             "accumulate": snapshot.accumulate,
             "buckets": self._buckets.layout,
             "reloads": snapshot.reloads,
+            "asked_to_stop": snapshot.asked,
             "stopping": snapshot.stopping,
             "lr_schedulers": snapshot.schedulers,
             "param_groups": snapshot.groups,
