@@ -17,6 +17,7 @@ from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.cli import main
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
+from lastgasp_transformers.files import OwnSaves
 from support.train_transformers import Tokens
 
 pytestmark = [pytest.mark.usefixtures("restored_environ", "first_training"), pytest.mark.timeout(300)]
@@ -161,3 +162,24 @@ def test_no_evaluation_is_due_for_a_script_without_one(tmp_path: Path) -> None:
     one.eval_dataset = None
     one.train()
     assert one.state.global_step == 5
+
+
+def test_the_older_checkpoint_stays_until_the_new_one_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With save_total_limit=1 it is the only one for as long as the new one has no manifest."""
+    whole, there = OwnSaves.add_aux, list[str]()
+
+    def refuses(saves: OwnSaves, save: Any, aux: Any) -> None:
+        there.extend(sorted(path.name for path in tmp_path.glob("checkpoint-*")))
+        if save.step == 8:
+            raise OSError("no space left on device")
+        whole(saves, save, aux)
+
+    monkeypatch.setattr(OwnSaves, "add_aux", refuses)
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, LastGasp(), Breaks(9), save_total_limit=1, metric_for_best_model=None).train()
+    assert there[-3:] == ["checkpoint-4", "checkpoint-4.manifest.json", "checkpoint-8"]
+    assert (tmp_path / "checkpoint-4/lastgasp.pt").exists()
+    new_process()
+    trainer(tmp_path, LastGasp(), save_total_limit=1, metric_for_best_model=None).train()
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert left == {"checkpoint-12", "checkpoint-12.manifest.json"}

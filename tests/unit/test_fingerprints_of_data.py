@@ -54,7 +54,8 @@ def test_a_mapped_data_set_is_known_by_its_rows() -> None:
     rows = list(range(20))
     assert digest(rows) == digest(rows)
     assert digest(rows, [4, 3, 9]) == digest(rows, [4, 3, 9])
-    others = (rows,), (rows[:-1],), ([*rows[:-1], 7],), (rows, rows[::-1]), (rows, [4, 3, 9]), (rows, [4, 3, 8]), ([],)
+    others: list[tuple[Any, ...]] = [(rows,), (rows[:-1],), ([*rows[:-1], 7],), ([],)]
+    others += [(rows, chosen) for chosen in (rows[::-1], [4, 3, 9], [4, 3, 8])]
     assert len({digest(*other) for other in others}) == len(others)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import signal
@@ -18,7 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from lastgasp import adapter
 from lastgasp.adapter import torch as shared
-from lastgasp.adapter.checkpoint import Candidate, Fit
+from lastgasp.adapter.checkpoint import Candidate, Fit, remove_orphans
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, path_of, read_record
@@ -320,8 +321,14 @@ class Run:
             self._saves.begin(save.path)
         else:
             faults.fire_at("periodic_save", save.step)
-        self._call()
-        return self._saves.commit(save)
+        undo = adapter.replace_attribute(trainer_module, "rotate_checkpoints", lambda _: lambda **_: None)
+        try:
+            self._call()
+        finally:
+            undo()
+        if good := self._saves.commit(save):  # until then an older one may be the only good one
+            self._rotate()
+        return good
 
     def _keep(self, save: adapter.NativeSave) -> None:
         """There is a good checkpoint of this very step: do what else belongs to a save."""
@@ -330,8 +337,15 @@ class Run:
             self._saves.adopt(save)
         if state.best_global_step and (best := path_of(Path(args.output_dir), state.best_global_step)).exists():
             state.best_model_checkpoint = str(best)
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """As Trainer does at the end of a save."""
+        state, args = self._trainer.state, self._trainer.args
         if args.should_save:
             rotate_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+            with contextlib.suppress(OSError):  # the next save looks again
+                remove_orphans(Path(args.output_dir), LAYOUT)
 
 
 def _skip_nothing(original: Any) -> Any:
