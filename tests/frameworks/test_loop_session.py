@@ -24,7 +24,7 @@ from lastgasp.events import decode_incident
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
-from lastgasp.pytorch.loop.run import IDLE
+from lastgasp.pytorch.loop.optimizer_update import IDLE
 from lastgasp.session import Session as Engine
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences

@@ -330,6 +330,15 @@ def averaging(s: Session, p: Parts) -> None:
         p.tick()
 
 
+def averaging_epochs(s: Session, p: Parts) -> None:
+    """Stochastic weight averaging, as torch's documents have it."""
+    for _ in s.epochs(4):
+        for batch in s.batches(p.data):
+            p.train(batch)
+        p.other.update_parameters(p.model)  # type: ignore[operator]
+        p.tick()
+
+
 def evaluating_inside(s: Session, p: Parts) -> None:
     for _ in s.epochs(3):
         for batch in s.batches(p.data):
@@ -556,6 +565,7 @@ SHAPES = {
     "closures": Shape(closures, lbfgs),
     "scaler": Shape(scaled, with_scaler),
     "averaging": Shape(averaging, averaged),
+    "averaging-epochs": Shape(averaging_epochs, averaged),
     "evaluating-inside": Shape(evaluating_inside, adam),
     "by-hand": Shape(by_hand, bare),
     "no-passes": Shape(no_passes, adam),

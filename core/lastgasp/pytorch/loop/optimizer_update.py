@@ -18,6 +18,8 @@ log = logging.getLogger("lastgasp")
 
 MANY = 50
 """Updates in one step that make it likely that the loop does not report where its steps end."""
+IDLE = 20
+"""Calls of `updated` without any update or step that lead to a warning. A scaler skips a few at first."""
 
 _Event = Callable[[], None]
 
@@ -53,7 +55,7 @@ class OptimizerUpdate:
         self._depth = 0
         self.copying = copies is not None and len(optimizers) > 1  # more than one update per step is likely
         self.updates, self.usual = 0, len(optimizers)
-        self._waited, self._since = False, NOTHING
+        self._waited, self._since, self._idle = False, NOTHING, 0
         self._calls = _sequence_number()
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -113,6 +115,14 @@ class OptimizerUpdate:
         A further update has a forward pass of its own before it.
         """
         return any(self._since) or self.updates + 1 < self.usual
+
+    def missing(self, step: int) -> None:
+        """The loop has reported a step without an update; `step`: completed ones."""
+        self._idle += 1
+        if self._idle == IDLE and not step:
+            log.warning("updated() was called %d times, and no step was complete: no optimizer of the TorchState has "
+                        "changed parameters (skipped by a GradScaler?). Where the loop changes them otherwise, it must "
+                        "call updating() before", IDLE)  # fmt: skip
 
     def close(self, since: Since) -> None:
         """The step has ended and was captured.

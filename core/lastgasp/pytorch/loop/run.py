@@ -51,9 +51,6 @@ from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
-IDLE = 20
-"""Calls of `updated` without any update or step that lead to a warning. A scaler skips a few at first."""
-
 BUFFERS_OF_ALL = 32 << 20
 """Limit in bytes for the buffers of all ranks in a checkpoint, if those of rank 0 suffice for the next step."""
 
@@ -98,7 +95,7 @@ class Run:
         self.schedules = ScheduleWatch(state.schedulers.values())
         self.buckets = Buckets(state)
         self._aux: AuxState | None = None
-        self._idle, self._returning, self._gradients = 0, False, False
+        self._returning, self._gradients = False, False
         self._snapshot: Snapshot | None = None
         self._wanted = False
         self._again: Callable[[], None] = _nothing
@@ -273,14 +270,6 @@ class Run:
             faults.fire_at("step_end", self.step)
             self.complete(self.step + 1)
 
-    def not_updated(self) -> None:
-        """The loop called `updated` without an update."""
-        self._idle += 1
-        if self._idle == IDLE and not self.step:
-            log.warning("updated() was called %d times, and no step was complete: no optimizer of the TorchState has "
-                        "changed parameters (skipped by a GradScaler?). Where the loop changes them otherwise, it must "
-                        "call updating() before", IDLE)  # fmt: skip
-
     def complete(self, step: int) -> None:
         """`step` is complete: capture it; write a checkpoint if one is due."""
         if self.update.has_copy:
@@ -360,6 +349,7 @@ class Run:
             batch = self.book.fetch(one)
         except StopIteration:
             self.marks.fetched(False)
+            self.moving.aside()
             raise
         finally:
             one.asking = False
@@ -376,6 +366,7 @@ class Run:
         try:
             self.book.end(one)
             self.body_over()
+            self.moving.aside()
         except Released:
             log.debug("the loop was left during a recovery")
         except Exception:

@@ -211,7 +211,7 @@ class Session:
         self._check()
         run = self._run
         if not run.update.in_progress:
-            run.not_updated()
+            run.update.missing(run.step)
             return False
         number = run.step + 1 if step is None else step
         if number <= run.step:
