@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,20 @@ def test_a_loader_that_the_session_does_not_know_is_named(
         for _ in session.batches(loader) if given else loader:
             step(session, state)
     assert ("come from a DataLoader that is not given to s.batches()" in caplog.text) is not given
+
+
+def test_loaders_that_the_loop_has_let_go_are_not_kept(tmp_path: Path) -> None:
+    """One is made for each epoch: its data, and workers that persist, would stay until the session ends."""
+    state, made = tiny(), list[weakref.ref[Any]]()
+    with Session.open(tmp_path, state=state) as session:
+        for _ in session.epochs(5):
+            data = [loader(), loader(generator=torch.Generator())]
+            made += map(weakref.ref, data)
+            for batches in map(session.batches, data):
+                for _ in batches:
+                    next(iter(state.optimizers.values())).step()
+        gc.collect()
+        assert [one() is not None for one in made] == [False] * 8 + [True] * 2
 
 
 def test_a_group_that_the_script_adds_later_is_refused_with_a_remedy(tmp_path: Path) -> None:

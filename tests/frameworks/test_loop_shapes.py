@@ -339,6 +339,18 @@ def averaging_epochs(s: Session, p: Parts) -> None:
         p.tick()
 
 
+def looking_at_the_data(s: Session, p: Parts) -> None:
+    """Images for a log, and the accuracy on the training data, from the very loader."""
+    for _ in s.epochs(3):
+        waiting = iter(p.data)
+        for batch in s.batches(p.data):
+            if s.step % 2:
+                p.best["seen"] = [float(next(iter(p.data))[0].sum())]
+            if s.step % 5 == 3:
+                p.best["seen"] = [*p.best["seen"], *(float(x.sum()) for x, _ in p.data), len(list(waiting))]
+            p.train(batch)
+
+
 def evaluating_inside(s: Session, p: Parts) -> None:
     for _ in s.epochs(3):
         for batch in s.batches(p.data):
@@ -566,6 +578,8 @@ SHAPES = {
     "scaler": Shape(scaled, with_scaler),
     "averaging": Shape(averaging, averaged),
     "averaging-epochs": Shape(averaging_epochs, averaged),
+    "looking-at-the-data": Shape(looking_at_the_data, adam),
+    "looking-with-workers": Shape(looking_at_the_data, adam, lambda: loader(num_workers=1)),
     "evaluating-inside": Shape(evaluating_inside, adam),
     "by-hand": Shape(by_hand, bare),
     "no-passes": Shape(no_passes, adam),

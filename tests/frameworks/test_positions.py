@@ -41,6 +41,7 @@ from lastgasp.pytorch.position import (
 from lastgasp.pytorch.position import registry as registry_module
 from lastgasp.pytorch.position.loaders import StreamPosition
 from lastgasp.pytorch.position.records import MAGIC, EpochRecord, decode_epoch
+from lastgasp.pytorch.prefetched import PrefetchedData
 
 STOPS = range(1, 11)
 SOME = (2, 5, 7, 10)
@@ -408,6 +409,7 @@ class Framework:
 
     def __init__(self, make: Callable[[], Any], ahead: int) -> None:
         self.make, self.ahead = make, ahead
+        self.beside: Callable[[Any], object] = lambda loader: None
 
     def run(self, stop: int | None = None, start: tuple[bytes, bytes, int] | None = None, number: int = 3) -> Any:
         """Two epochs: what was trained on; or the record, the random state and the count, stopped behind `stop`."""
@@ -435,6 +437,7 @@ class Framework:
                 got.append(waiting.pop(0).tolist())
                 consumed += 1
                 torch.rand(1)
+                self.beside(loader)
                 if stop is not None and len(got) == stop:
                     return position.record(consumed), recorder.snapshot(), count
         position.close()
@@ -465,6 +468,29 @@ def test_a_framework_gets_what_was_due(name: str, ahead: int) -> None:
     for stop in STOPS:
         left = framework.run(start=framework.run(stop), number=99)
         assert left == whole[stop:], f"stopped behind batch {stop}"
+
+
+@pytest.mark.parametrize("beside", [lambda loader: next(iter(loader)), list])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_somebody_else_looks_at_the_data_of_a_framework(beside: Callable[[Any], object], ahead: int) -> None:
+    """In the middle of an epoch, and at its end."""
+    framework = Framework(LOADERS["shuffled"], ahead)
+    framework.beside = beside
+    whole = framework.run()
+    for stop in SOME:
+        assert framework.run(start=framework.run(stop), number=99) == whole[stop:], f"stopped behind batch {stop}"
+
+
+def test_somebody_else_looks_at_data_that_are_fetched_ahead() -> None:
+    loader, data = shuffled()(), PrefetchedData(rng.RngRecorder())
+    data.follow(loader)
+    batches = loader.__iter__()  # as accelerate calls it
+    next(batches)
+    before = data.position
+    assert before is not None
+    next(loader.__iter__())
+    assert data.position == before
+    assert len(list(batches)) == 4
 
 
 def test_a_record_of_other_loaders_is_refused() -> None:

@@ -94,6 +94,9 @@ class PrefetchedData:
         self._own.restore(position.own)
 
     def _batches(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if self._track.under_way:  # somebody looks at the data in the middle of the training's pass
+            yield from make()
+            return
         ahead, self._resumed = self._resumed, b""
         kept = self._random.snapshot() if ahead else b""
         self._own.look()

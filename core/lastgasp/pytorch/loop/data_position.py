@@ -9,96 +9,20 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
-from lastgasp.pytorch.position import IN_TURN, MAP, STATEFUL, LoaderPosition, PassStart, position_of, untrack_sampler
+from lastgasp.pytorch.position import MAP, STATEFUL, PassStart, iterate, position_of, untrack_sampler
 from lastgasp.pytorch.position.skipping import SkipProgress
 
 log = logging.getLogger("lastgasp")
-
-
-@dataclass(eq=False)
-class DataPass:
-    """One pass over one loader.
-
-    Attributes:
-        position: of the loader.
-        parent: the pass in whose body it began.
-        outer: a checkpoint was taken in its body, where another one ran.
-        set_aside: that pass has gone on, or another epoch has begun, although this one is not over. It counts no more,
-            unless the loop asks it again: then it runs beside that one.
-        persists: it goes on from epoch to epoch of `session.epochs`.
-        first, last: numbers of fetches, of all passes of this run: of the first batch that it gave, or the pass whose
-            place it has taken; and of the newest. Before that -1 where it was resumed, and -2 where it was over then.
-        consumed: batches given.
-        over: it has no more.
-        broken: the loop has dropped its iterator.
-        asking: the loop asks for a batch at this moment.
-        fetch: random state before the newest batch was fetched.
-        again: `fetch` of an outer pass, whose newest batch a resume gives a second time.
-        sampler: state of the user's sampler when it began, pickled.
-        resumed: it began in an earlier run.
-        loaded: state given to its loader for that, until the loader is asked for a batch.
-        empty: nothing was left of it, so the loader is not asked.
-        in_turn: what was thrown away for that drew from the random state of the process all along.
-    """
-
-    loader: Any
-    position: LoaderPosition
-    parent: DataPass | None = None
-    outer: bool = False
-    set_aside: bool = False
-    persists: bool = False
-    first: int = 0
-    last: int = 0
-    consumed: int = 0
-    over: bool = False
-    broken: bool = False
-    asking: bool = False
-    fetch: bytes = b""
-    again: bytes = b""
-    sampler: bytes = b""
-    resumed: bool = False
-    loaded: bytes = b""
-    empty: bool = False
-    in_turn: bool = False
-    inner: Iterator[Any] | None = None
-    _state: tuple[int, bytes] = (-1, b"")
-
-    @property
-    def kind(self) -> str:
-        """How its position is restored."""
-        return self.position.kind
-
-    @property
-    def inexact(self) -> str:
-        """Why a resume in the middle of it is not exact; empty where nothing is known against it."""
-        return self.position.inexact or (IN_TURN if self.in_turn else "")
-
-    @property
-    def in_body(self) -> bool:
-        """It has given a batch and has not been asked for the next one yet."""
-        return self.last > 0 and not (self.over or self.broken or self.asking or self.set_aside)
-
-    def state(self) -> bytes:
-        """State of the loader after the newest batch; empty if it has none or is exhausted."""
-        if not self.position.live or self.over:
-            return b""
-        if self._state[0] != self.consumed:
-            self._state = self.consumed, self.loaded or self.position.state()
-        return self._state[1]
-
-    def fixed(self) -> Fixed:
-        """Its entry in a checkpoint; the part that changes only when the pass begins."""
-        self.position.changed = False
-        return Fixed(**msgspec.structs.asdict(self.position.start), sampler=self.sampler, fetch=self.again)
 
 
 class DataPosition:
@@ -118,8 +42,8 @@ class DataPosition:
         self._done = 0
         self._passes: list[DataPass] = []
         self._begun = False
-        self._tracked: dict[int, Any] = {}
-        self._live: dict[int, tuple[Any, bytes]] = {}
+        self._tracked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._live: dict[int, tuple[Callable[[], Any] | None, bytes]] = {}
         self._pending: tuple[Position, list[Fixed]] | None = None
         self._static, self._dirty = b"\x90", True
         self._fetches, self._epochs = 0, False
@@ -294,12 +218,12 @@ class DataPosition:
 
     def _count(self, one: DataPass, number: int) -> None:
         """Let a loader know the passes of the earlier run, unless it has begun one in this run."""
-        known, state = self._live.get(number, (one.loader, b""))
+        known, state = self._live.get(number, (_nothing, b""))
         if known is None:
-            used = any(one.loader is other for other, _ in self._live.values())
+            used = any(other is not None and other() is one.loader for other, _ in self._live.values())
             if state and not used and not self._continues(number):
                 one.position.resume(PassStart(), state, 0, over=True)
-            self._live[number] = one.loader, state
+            self._live[number] = _weakly(one.loader), state
 
     def _continues(self, number: int) -> bool:
         """The checkpoint was taken in the middle of the pass that begins now."""
@@ -326,7 +250,7 @@ class DataPosition:
         if self._sampler is not None and hasattr(self._sampler, "load_state_dict"):
             one.sampler = pickle.dumps(self._sampler.state_dict())
         one.position.begin()
-        one.inner = iter(one.loader)
+        one.inner = iterate(one.loader)
 
     def _again(self, one: DataPass, row: Row, fixed: Fixed) -> None:
         """Move to the position in `row`."""
@@ -346,7 +270,7 @@ class DataPosition:
         one.resumed, one.loaded = True, b"" if row.outer else row.state
         due = one.position.resume(started(fixed), one.loaded, one.consumed)
         one.empty = due is None
-        one.inner = iter(()) if one.empty else iter(one.loader)
+        one.inner = iter(()) if one.empty else iterate(one.loader)
         self._throw_away(one, due or 0)
         one.position.settle()
         if row.outer and fixed.fetch:
@@ -425,13 +349,14 @@ class DataPosition:
             if one.resumed:  # some loaders would continue with what they were given, if they have not given all of it
                 one.position.resume(one.position.start, state, one.consumed, over=True)
             number = self._done + self._passes.index(one)
-            known, _ = self._live.get(number, (one.loader, b""))
+            known, _ = self._live.get(number, (None, b""))
             # a loop that creates its loader for each pass begins each of them without a state
-            self._live[number] = one.loader, state if known is one.loader else b""
+            again = number not in self._live or (known is not None and known() is one.loader)
+            self._live[number] = _weakly(one.loader), state if again else b""
 
     def close(self) -> None:
         """Remove everything from the loaders. Idempotent."""
-        for loader in self._tracked.values():
+        for loader in list(self._tracked.values()):
             untrack_sampler(loader)
         self._tracked.clear()
         self._live.clear()
@@ -440,6 +365,18 @@ class DataPosition:
 
 
 _END = object()
+
+
+def _nothing() -> None:
+    """No loader."""
+
+
+def _weakly(loader: Any) -> Callable[[], Any]:
+    """What returns it; a loop may make one for each pass, with worker processes that live as long as it does."""
+    try:
+        return weakref.ref(loader)
+    except TypeError:  # a list
+        return lambda: loader
 
 
 def _parents(one: DataPass | None) -> list[DataPass]:

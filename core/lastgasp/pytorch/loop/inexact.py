@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from lastgasp.pytorch.loop.data_position import DataPass
+from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.position import STATEFUL, WORKERS
 
 log = logging.getLogger("lastgasp")

@@ -26,7 +26,8 @@ from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import again, files
 from lastgasp.pytorch.loop.again_here import users_handler
 from lastgasp.pytorch.loop.copies import Copies
-from lastgasp.pytorch.loop.data_position import DataPass, DataPosition
+from lastgasp.pytorch.loop.data_pass import DataPass
+from lastgasp.pytorch.loop.data_position import DataPosition
 from lastgasp.pytorch.loop.dump import dump
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.finish import finish_step

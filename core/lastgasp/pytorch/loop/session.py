@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, integer, recovery_of
 from lastgasp.errors import ConfigError, UsageError
-from lastgasp.pytorch.loop.data_position import DataPass
+from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.startup_refusal import tell_launcher

@@ -22,7 +22,7 @@ from lastgasp.pytorch.position.protocol import (
 )
 from lastgasp.pytorch.position.records import EpochRecord, decode_epoch, is_epoch_record
 from lastgasp.pytorch.position.registry import Factory, builtin_position, position_of, register_loader
-from lastgasp.pytorch.position.samplers import untrack_sampler
+from lastgasp.pytorch.position.samplers import iterate, untrack_sampler
 
 __all__ = [
     "CHANGED",
@@ -40,6 +40,7 @@ __all__ = [
     "builtin_position",
     "decode_epoch",
     "is_epoch_record",
+    "iterate",
     "position_of",
     "register_loader",
     "untrack_sampler",

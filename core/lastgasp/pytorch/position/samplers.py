@@ -10,6 +10,7 @@ the resumed run begin with their first item, so their random streams differ from
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ class SamplerTrack:
         differs: an iteration that was resumed began with another batch than it had begun with.
         in_turn: what was skipped drew from the random state of the process behind its first batch, too.
         skipped: called when a resumed iteration is where it was.
+        followed: an iteration that begins now may be the training's.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class SamplerTrack:
         self.changed = True
         self.yielded = 0
         self.differs = self.in_turn = False
+        self.followed = True
         self._recorder = recorder
         self._generators = list(generators)
         self._own = own if own is not None else OwnGenerators([], {})
@@ -83,6 +86,13 @@ class SamplerTrack:
         self._pending: tuple[SamplerStart, int] | None = None
         self._resumed: _Resumed | None = None
         self._untouched = False
+        self._now: Callable[[], _Observed | None] = _none
+
+    @property
+    def under_way(self) -> bool:
+        """The iteration that is followed has given a batch, and somebody holds it for the next one."""
+        now = self._now()
+        return now is not None and now.under_way
 
     @property
     def inexact(self) -> str:
@@ -93,6 +103,7 @@ class SamplerTrack:
         """The next iteration is the first one of an epoch."""
         self.start, self.yielded, self.changed = SamplerStart(), 0, True
         self.differs = self.in_turn = self._untouched = False
+        self._now = _none
 
     def resume(self, start: SamplerStart, consumed: int) -> None:
         """The next iteration repeats the one that began as `start`, without its first batches.
@@ -102,13 +113,23 @@ class SamplerTrack:
             consumed: batches consumed in the epoch so far, those of earlier iterations included.
         """
         self._pending = (start, consumed - start.base)
+        self._now = _none
 
     def begin(self, sampler: Any) -> Iterator[Any]:
         """Start an iteration of `sampler`.
 
+        One that begins while another is under way is not the training's: somebody looks at its data.
+
         A loader with workers does so twice, and draws its base seed in between: the second time counts as the
         same iteration, begun under the random state of the first.
         """
+        if not self.followed or self.under_way:
+            return iter(sampler)
+        begun = self._begin(sampler)
+        self._now = weakref.ref(begun)
+        return begun
+
+    def _begin(self, sampler: Any) -> _Observed:
         if self._untouched:
             if self._resumed is not None:
                 self._resumed = self._resumed.restarted(iter(sampler))
@@ -139,7 +160,7 @@ class SamplerTrack:
         elif digest != self.start.digest:
             self.differs = True
 
-    def _again(self, sampler: Any, start: SamplerStart, skip: int) -> Iterator[Any]:
+    def _again(self, sampler: Any, start: SamplerStart, skip: int) -> _Resumed:
         self.start, self.yielded, self.changed = start, skip, True
         if start.at_iter:
             # left in place: the loader now draws its workers' base seed, which must be the same too
@@ -189,30 +210,41 @@ class SamplerTrack:
 _END = object()
 
 
-class _Tracked(Iterator[Any]):
+def _none() -> None:
+    """No iteration yet."""
+
+
+class _Observed(Iterator[Any]):
+    under_way = False
+
     def __init__(self, track: SamplerTrack, inner: Iterator[Any]) -> None:
         self._track, self._inner = track, inner
-        self._fresh = True
 
-    def __next__(self) -> Any:
-        if self._fresh:
-            return self._first()
+    def _draw(self) -> Any:
+        self.under_way = False
         item = next(self._inner)
+        self.under_way = True
         self._track.yielded += 1
         return item
+
+
+class _Tracked(_Observed):
+    _fresh = True
+
+    def __next__(self) -> Any:
+        return self._first() if self._fresh else self._draw()
 
     def _first(self) -> Any:
         self._fresh = False
         self._track.first()
-        item = next(self._inner)
-        self._track.yielded += 1
+        item = self._draw()
         self._track.began_with(item)
         return item
 
 
-class _Resumed(Iterator[Any]):
+class _Resumed(_Observed):
     def __init__(self, track: SamplerTrack, inner: Iterator[Any], start: SamplerStart, skip: int) -> None:
-        self._track, self._inner = track, inner
+        super().__init__(track, inner)
         self._todo: tuple[SamplerStart, int] | None = (start, skip)
 
     def restarted(self, inner: Iterator[Any]) -> _Resumed:
@@ -228,9 +260,7 @@ class _Resumed(Iterator[Any]):
 
     def __next__(self) -> Any:
         self.settle()
-        item = next(self._inner)
-        self._track.yielded += 1
-        return item
+        return self._draw()
 
 
 class TrackedSampler(wrapt.ObjectProxy):  # type: ignore[misc,type-arg,unused-ignore]
@@ -263,6 +293,20 @@ def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
     if hasattr(iterator, "_index_sampler"):  # persistent workers, which have seen passes before this session
         iterator._index_sampler = tracked
     return track
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """Begin an iteration of `loader`, the only one that is followed where its sampler is tracked."""
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
+    if type(sampler) is not TrackedSampler:
+        return iter(loader)
+    track: SamplerTrack = sampler._self_track
+    track.followed = True
+    try:
+        return iter(loader)
+    finally:
+        track.followed = False
 
 
 def untrack_sampler(loader: Any) -> None:
