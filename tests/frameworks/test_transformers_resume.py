@@ -18,7 +18,7 @@ from lastgasp.cli import main
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
 from lastgasp_transformers.files import OwnSaves
-from support.train_transformers import Tokens
+from support.train_transformers import VOCABULARY, Tokens
 
 pytestmark = [pytest.mark.usefixtures("restored_environ", "first_training"), pytest.mark.timeout(300)]
 
@@ -183,3 +183,40 @@ def test_the_older_checkpoint_stays_until_the_new_one_is_good(tmp_path: Path, mo
     trainer(tmp_path, LastGasp(), save_total_limit=1, metric_for_best_model=None).train()
     left = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert left == {"checkpoint-12", "checkpoint-12.manifest.json"}
+
+
+def test_a_path_may_be_any_path(tmp_path: Path) -> None:
+    trainer(tmp_path, LastGasp()).train()
+    new_process()
+    one = trainer(tmp_path, LastGasp(), Breaks(4))
+    with pytest.raises(InjectedFault):
+        one.train(resume_from_checkpoint=tmp_path / "checkpoint-4")
+    assert one.state.global_step == 4
+
+
+class OwnSaving(torch.nn.Module):
+    """No model of transformers; its way to be saved is not theirs, as that of `PyTorchModelHubMixin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 4), torch.nn.Linear(4, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As Trainer wants it."""
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Trainer does not call it."""
+        raise AssertionError
+
+
+def test_a_model_with_a_save_pretrained_of_its_own_is_saved_as_trainer_saves_it(tmp_path: Path) -> None:
+    plain = trainer(tmp_path / "plain", net=OwnSaving())
+    expected = outcome(plain, plain.train().training_loss)
+    one = trainer(tmp_path / "d", LastGasp(), Breaks(5), net=OwnSaving())
+    with pytest.raises(InjectedFault):
+        one.train()
+    assert (tmp_path / "d/checkpoint-5/model.safetensors").exists()
+    assert _differences(outcome(one, one.train().training_loss), expected) == []

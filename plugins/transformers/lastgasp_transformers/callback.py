@@ -99,7 +99,7 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = adapter.arguments_of(call, args, kwargs)
     (gasp,) = found
     path = given.get("resume_from_checkpoint")
-    named = {"resume": path} if isinstance(path, str) else {}
+    named = {"resume": os.fspath(path)} if isinstance(path, str | os.PathLike) else {}
     config, again = gasp.config(trainer.args.output_dir, **named), TrainAgain(trainer, gasp.recovery)
     again.meet()
     while True:

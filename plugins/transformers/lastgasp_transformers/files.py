@@ -9,7 +9,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
+from transformers import trainer as trainer_module
 
 from lastgasp import adapter
 from lastgasp.adapter import checkpoint
@@ -106,8 +107,8 @@ def write_checkpoint(staged: checkpoint.Staged, trainer: Any, dump: Record, reco
 
 def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Record) -> None:
     folder.mkdir()
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if hasattr(model, "save_pretrained"):
+    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if isinstance(model, (PreTrainedModel, getattr(trainer_module, "PeftModel", PreTrainedModel))):  # as Trainer asks
         rank_0_alone = "should_save_on_this_rank"  # and any rank may be the one that is left
         undo = adapter.replace_attribute(model, rank_0_alone, lambda _: lambda *_: True)
         model.save_pretrained(folder, state_dict=dump["model"], is_main_process=True)
