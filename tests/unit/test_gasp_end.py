@@ -107,6 +107,53 @@ def test_the_launchers_word_waits_for_the_goodbye_as_well() -> None:
         assert faults(controller) == []
 
 
+def meets(controller: ControllerThread, link: Link, rank: int) -> None:
+    """This rank takes part in a gather, and the controller knows."""
+    link.send(m.GatherPart(tag="x", payload=bytes([rank])))
+    attempt = controller._controller.attempt
+    assert attempt is not None
+    until(lambda: "x" not in attempt.gathers or rank in attempt.gathers["x"].parts, "the part to arrive")
+
+
+def hears(link: Link) -> m.Gathered:
+    """What comes of the gather."""
+    while True:
+        for message in link.receive():
+            if isinstance(message, m.Gathered):
+                return message
+
+
+def leaves(controller: ControllerThread, link: Link, rank: int) -> None:
+    """It says goodbye and closes its connection, and the controller knows."""
+    link.send(m.Goodbye())
+    until(lambda: member(controller, rank)[0], "the goodbye to be heard")
+    link.close()
+    until(lambda: controller._controller._peers[rank].writer is None, "the connection to end")
+
+
+def test_what_waits_in_a_later_training_waits_for_a_rank_that_has_ended_the_earlier_one() -> None:
+    with two_links() as (controller, links):
+        end = controller.endpoint
+        leaves(controller, links[1], 1)
+        with closing(Link(end.address, end.token, hello(1, 2))) as ahead:
+            meets(controller, ahead, 1)
+            leaves(controller, links[0], 0)
+            with closing(Link(end.address, end.token, hello(0, 2))) as behind:
+                meets(controller, behind, 0)
+                assert [hears(link).parts for link in (ahead, behind)] == [(b"\0", b"\1")] * 2
+                for rank, link in ((1, ahead), (0, behind)):
+                    leaves(controller, link, rank)
+
+
+def test_what_waits_for_a_rank_whose_process_dies_behind_its_training_waits_no_longer() -> None:
+    with two_links() as (controller, links):
+        meets(controller, links[0], 0)
+        leaves(controller, links[1], 1)
+        saw_death(controller, 123)
+        assert hears(links[0]).missing == "rank 1 is gone: process 7 died"
+        leaves(controller, links[0], 0)
+
+
 def test_a_death_without_a_goodbye_is_a_fault_while_the_connection_is_open() -> None:
     """Freeing the memory of a killed process takes a while, and only then its connection ends."""
     with two_links() as (controller, _):

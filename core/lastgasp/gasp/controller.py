@@ -268,8 +268,7 @@ class Controller:
             self._replaced |= {peer.pid for rank, peer in self._peers.items() if rank in again.lost and peer.pid}
         for rank in list(self._peers):
             self._drop(rank)
-        durable, same = self.attempt.leaves(hello) if self.attempt is not None else (0, False)
-        self.arenas.begin(durable, same)
+        self.arenas.begin(*(self.attempt.leaves(hello) if self.attempt is not None else (0, False)))
         attempt = self.incidents.begin(hello, self._buffers)
         machine = attempt.machine
         machine.arenas = self.arenas
@@ -369,7 +368,8 @@ class Controller:
         self.keepers.ask(rank)
         self._gone(attempt, rank, text, status, at_ns)
         self._service.gone(rank, text)
-        self._fail_gathers(f"rank {rank} is gone: {text}")
+        if peer.death is not None or not attempt.was_ended_by(rank):  # it may come to the script's next training
+            self._fail_gathers(f"rank {rank} is gone: {text}")
 
     def _gone(self, attempt: Attempt, rank: int, text: str, how: str, at_ns: int) -> None:
         self._do(attempt.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
