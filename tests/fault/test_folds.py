@@ -27,3 +27,17 @@ def test_a_rank_that_evaluates_between_two_trainings_is_waited_for(tmp_path: Pat
     assert done.returncode == 0, done.output[-6000:]
     assert ended(directory) == BOTH
     assert incidents(directory) == []
+
+
+@pytest.mark.full
+def test_a_fault_in_each_training(tmp_path: Path) -> None:
+    """The second one begins at step 0 in processes that have entered the first one again at step 8."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    done = finish(run(SUPPORT / "train_folds.py", "fails", directory), tmp_path)
+    assert done.returncode == 0, done.output[-6000:]
+    assert ended(directory) == BOTH
+    first, second = incidents(directory)
+    assert (first.ending, first.rung, first.step_saved, first.steps_lost) == ("in_place", "retry", 8, 0), done.output
+    assert (second.ending, second.step_saved, second.steps_lost) == ("saved", 3, 0), done.output[-6000:]
+    assert "killing" not in done.output

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,55 +22,54 @@ STEPS = 10
 
 
 def main() -> None:
-    """Two trainings; that of "evaluates" and "continues" has no process group of its own."""
+    """Two trainings."""
     what, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    if what in ("evaluates", "continues"):
-        both(what, directory)
-    else:
-        train(both, what, directory)
+    (train if what == "fails" else apply)(both, what, directory)
+
+
+def apply(function: Callable[..., None], *args: object) -> None:
+    """Without a recovery in place."""
+    function(*args)
 
 
 def both(what: str, directory: Path) -> None:
     """One after the other; what is entered again begins with the first."""
     dist.init_process_group("gloo")
-    torch.manual_seed(1)
-    model = DistributedDataParallel(nn.Linear(4, 1))
     for fold in range(2):
-        try:
-            training(what, directory, model, fold)
-        except Diverged:
-            continue
-    if what not in ("evaluates", "continues"):
-        dist.destroy_process_group()
+        with contextlib.suppress(Diverged):
+            training(what, directory, fold)
+    dist.destroy_process_group()
 
 
 class Diverged(Exception):
     """Handled by the script."""
 
 
-def training(what: str, directory: Path, model: nn.Module, fold: int) -> None:
+def training(what: str, directory: Path, fold: int) -> None:
     """Of one fold."""
     rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.randn(STEPS, 2, 4, generator=torch.Generator().manual_seed(10 * fold + rank))
-    place = directory / str(fold) if what in ("another", "continues") else directory
+    place = directory / str(fold) if what == "continues" else directory
     with Session.open(place, state=TorchState(model, optimizer), every=2) as s:
         for batch in s.batches(data):
             if fold == 0 and what == "continues" and s.step == 3:
                 raise Diverged
-            if rank == 1 and what in ("same", "another"):
+            if rank == 1 and what == "fails":
                 fails(place, fold, s.step)
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
         if what == "evaluates" and rank == 0:  # which no other rank waits for
-            until(lambda: list(directory.glob(f"ended-{fold}-1-*")), "rank 1 to end this training")
+            until((directory / f"ended-{fold}-1-{STEPS}").exists, "rank 1 to end this training")
             time.sleep(1)
         (directory / f"ended-{fold}-{rank}-{s.step}").touch()
 
 
-def fails(place: Any, fold: int, step: int) -> None:
+def fails(place: Path, fold: int, step: int) -> None:
     """Once in each training, in the second one earlier."""
     mark = place / f"failed-{fold}"
     if step == (8, 3)[fold] and not mark.exists():

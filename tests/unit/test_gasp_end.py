@@ -141,6 +141,7 @@ def test_what_waits_in_a_later_training_waits_for_a_rank_that_has_ended_the_earl
             with closing(Link(end.address, end.token, hello(0, 2))) as behind:
                 meets(controller, behind, 0)
                 assert [hears(link).parts for link in (ahead, behind)] == [(b"\0", b"\1")] * 2
+                assert controller._controller.attempt is not None and controller._controller.attempt.training == 1
                 for rank, link in ((1, ahead), (0, behind)):
                     leaves(controller, link, rank)
 

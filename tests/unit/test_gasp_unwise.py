@@ -11,9 +11,9 @@ import pytest
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
-from lastgasp.gasp.attempt import Attempt
+from lastgasp.gasp.attempt import ENTER, IMPORTS, Attempt
 from lastgasp.gasp.incidents import Incidents
-from lastgasp.gasp.ladder import ENTER, IMPORTS, Ladder
+from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.process_monitor import ProcessMonitor
 from lastgasp.gasp.records import RecordWriter
 from support.switch_job import hello
@@ -40,7 +40,10 @@ def test_one_that_led_to_no_step_is_the_last(
 ) -> None:
     with closing(RecordWriter()) as writer:
         incidents = Incidents(writer)
-        found = incidents.begin(hello(0, 2, attempt=0, incarnation=incarnation, directory=str(tmp_path)))
+        found = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
+        if incarnation:
+            ladder(found).again = Again(incarnation=1, step=7, source=0, takers=(1,), lost=(), port=1)
+            found = incidents.begin(hello(0, 2, attempt=0, incarnation=incarnation, directory=str(tmp_path)))
         found.heard_step(0, m.Begin(step=7, durable=0, buffer_fd=-1))
         found.heard_step(0, m.Status(step=reached, durable=0, tick=1, phase="data"))
         ladder(found).faults.append(Fault(kind=kind, rank=1, cause="", step=7, seen_ns=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -17,19 +16,23 @@ from lastgasp.events import Incident, Unused, encode_incident
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
-from .actions import RecordPhase
+from .actions import Action, RecordPhase
 from .again import Again, Offer
 from .auxiliary import NoBuffers, RankBuffers
 from .decision import NO_SAVE, NOT_NEEDED, SavePlan
 from .fewer_ranks import by_leader
 from .groups import unpack
-from .ladder import ENTER, IMPORTS, Ladder
+from .ladder import Ladder
 from .machine import Machine
 from .members import Outcome
 from .observer import Observer
 from .progress import Progress
 from .repeats import LIMIT, Repeats
 
+ENTER = 30.0
+"""Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
+IMPORTS = 2.0
+"""How many times as long ranks may take for their first start, which imports what a new process is forked with."""
 UNUSED_KEPT = 1000
 """At most so many ranks that did not save are named in an incident."""
 GROUPS_SHOWN = 64
@@ -54,12 +57,22 @@ class GatherState:
 
 @dataclass
 class Attempt:
-    """State of one attempt; made by the first rank that joins."""
+    """State of one attempt; made by the first rank that joins.
+
+    A script may have several trainings, one after the other. A rank may come to the next one while others are still in
+    the one before.
+    """
 
     hello: m.Hello
     machine: Machine
     own: Machine | None = None
     """The machine that leads again when another leader has left."""
+    there: set[int] = field(default_factory=set)
+    """Ranks that have come to the newest training."""
+    training: int = 0
+    """How many trainings were before it in this incarnation; also those of other directories."""
+    entered: bool = False
+    """It is entered again after a fault."""
     begun: set[int] = field(default_factory=set)
     """Ranks whose training has begun."""
     begun_at: int | None = None
@@ -71,7 +84,7 @@ class Attempt:
     notes: list[str] = field(default_factory=list)
     """Notes for the current incident, or for the next one."""
     progressed_before: bool = False
-    """An earlier incarnation of this attempt completed a new step."""
+    """An earlier incarnation or training of this attempt completed a new step."""
     replaced: tuple[int, ...] = ()
     """Ranks that got a new process in this attempt, oldest first."""
     unprotected: bool = False
@@ -86,7 +99,6 @@ class Attempt:
     @classmethod
     def of(cls, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Create the attempt from the first rank's Hello, with which the others' must agree; and what ranks record."""
-        limit = _clock.monotonic() + hello.finish_timeout + ENTER
         machine = Ladder(
             replicas=unpack(hello.replicas),
             world_size=hello.world_size,
@@ -95,7 +107,6 @@ class Attempt:
             progress=Progress(limit=hello.hang_timeout),
             buffers=buffers or NoBuffers(),
             incarnation=hello.incarnation,
-            enter_by=limit if hello.incarnation else math.inf,
         )
         return cls(hello=hello, machine=machine)
 
@@ -123,6 +134,17 @@ class Attempt:
     def was_ended(self) -> bool:
         """Whether all have."""
         return self.was_ended_by(*range(self.hello.world_size))
+
+    def joined(self, rank: int, now: float, pid: int) -> list[Action]:
+        """As the machine's; but what is known of one training of the script is nothing to the next one."""
+        if rank in self.there and self.was_ended_by(rank):
+            self.progressed_before, self.there, self.training = self.progressed, set(), self.training + 1
+            self.entered, self.begun, self.begun_at, self.reached, self.trained_s = False, set(), None, -1, []
+            for machine in (self.machine, self.own):
+                if isinstance(machine, Ladder):
+                    machine.next_training()
+        self.there.add(rank)
+        return self.machine.joined(rank, now, pid)
 
     def leaves(self, hello: m.Hello) -> tuple[int, bool]:
         """What its arenas are worth to the attempt that this rank begins.
@@ -173,9 +195,9 @@ class Attempt:
         """What was agreed with the incarnation before: who begins with files takes as long as for any start."""
         if not isinstance(self.machine, Ladder) or again is None:
             return
-        if again.from_files:
-            self.machine.enter_by = math.inf
-        else:
+        self.entered = True
+        if not again.from_files:
+            self.machine.enter_by = _clock.monotonic() + self.hello.finish_timeout + ENTER
             takers = again.for_rank(-1).takers
             self.machine.holders = frozenset(range(self.hello.world_size)).difference(takers)
 
@@ -199,14 +221,15 @@ class Attempt:
         elif earlier.again is not None:
             machine.unwise = "no rank came back in an earlier recovery in place of this job"
         failed = [fault for fault in earlier.faults if fault.kind in ("hang", "exception")]
-        if failed and earlier.incarnation and not before.progressed_now:
+        if failed and before.entered and not before.progressed_now:
             how = "hung" if failed[0].kind == "hang" else "raised an exception"
             machine.unwise = f"rank {failed[0].rank} {how} in an earlier recovery in place of this job"
 
     def took(self, rank: int, seconds: float) -> None:
         """A rank is about to begin, so long after its process was started."""
         machine, limit = self.machine, self.hello.finish_timeout + ENTER
-        if isinstance(machine, Ladder) and not self.hello.incarnation and seconds > IMPORTS * limit:
+        first = not self.hello.incarnation and not self.training
+        if isinstance(machine, Ladder) and first and seconds > IMPORTS * limit:
             machine.slow = (f"rank {rank} took {seconds:.0f} s from its start until it trained, and a new process has "
                             f"{limit:.0f} s")  # fmt: skip
 

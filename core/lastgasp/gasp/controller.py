@@ -254,7 +254,7 @@ class Controller:
         peer.address = str((writer.get_extra_info("peername") or ("",))[0])
         self._service.roster.joined(hello.rank, _clock.monotonic())
         here = hello.host == self._identity
-        self._do(self.attempt.machine.joined(hello.rank, _clock.monotonic(), hello.pid if here else 0))
+        self._do(self.attempt.joined(hello.rank, _clock.monotonic(), hello.pid if here else 0))
         if here:
             peer.pid, peer.elsewhere = hello.pid, None
             with self._guard("the watch of a process"):

@@ -73,6 +73,7 @@ class Incidents:
             lost = again.lost if again is not None and not again.members else ()
             self.current.replaced = self.previous.replaced + lost
             self.current.enters_after(self.previous.again)
+            self.current.training = 0 if self.previous.again is not None else self.previous.training + 1
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()

@@ -30,10 +30,6 @@ from .machine import MARGIN, Machine
 from .members import Member
 from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
 
-ENTER = 30.0
-"""Seconds, on top of `finish_timeout`, until all ranks of a new incarnation have begun to train."""
-IMPORTS = 2.0
-"""How many times as long ranks may take for their first start, which imports what a new process is forked with."""
 AGAIN = 60.0
 """Seconds until ranks are stopped once more to take in those that wait: one did not answer in time."""
 OFFER = 2.0
@@ -106,6 +102,10 @@ class Ladder(Machine):
     def leaves(self) -> bool:
         """Some rank asked that the job ends after the save."""
         return "save" in self._recovery.values()
+
+    def next_training(self) -> None:
+        """A rank comes to the script's next training, which nobody enters again."""
+        self.holders, self.began_at, self.enter_by, self._entered = frozenset(), -1, math.inf, set()
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
@@ -394,7 +394,7 @@ class Ladder(Machine):
         if left:
             return f"rank {left[0]} had finished its training"
         if step <= self.began_at:
-            again = ", when the fault before was answered in place" if self.incarnation else ""
+            again = ", when the fault before was answered in place" if self._entered else ""
             return f"no step was completed since training began{again}"
         if not holders and not self._from_files:
             return f"no rank holds step {step} in memory"

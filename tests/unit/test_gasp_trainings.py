@@ -1,0 +1,188 @@
+"""Several trainings in one script: what the controller knows of one of them is nothing to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lastgasp import _clock
+from lastgasp.events import Fault
+from lastgasp.gasp import messages as m
+from lastgasp.gasp.again import Again
+from lastgasp.gasp.attempt import ENTER, IMPORTS, Attempt
+from lastgasp.gasp.incidents import Incidents
+from lastgasp.gasp.ladder import Ladder
+from lastgasp.gasp.records import RecordWriter
+from support.switch_job import hello
+
+AGAIN = Again(incarnation=1, step=8, source=0, takers=(1,), lost=(), port=1)
+FAULT = Fault(kind="exception", rank=1, cause="RuntimeError: x", step=3, seen_ns=1)
+
+
+class Job:
+    """Two ranks."""
+
+    def __init__(self, incidents: Incidents, directory: Path) -> None:
+        self.incidents, self.directory = incidents, directory
+        self.join(0)
+
+    @property
+    def attempt(self) -> Attempt:
+        assert self.incidents.current is not None
+        return self.incidents.current
+
+    @property
+    def machine(self) -> Ladder:
+        assert isinstance(self.attempt.machine, Ladder)
+        return self.attempt.machine
+
+    def join(self, incarnation: int, directory: Path | None = None, attempt: int = 0) -> None:
+        """Both do, as a new attempt or incarnation, or for a training in another directory."""
+        place = str(directory or self.directory)
+        self.incidents.begin(hello(0, 2, attempt=attempt, incarnation=incarnation, directory=place))
+        self.comes(0, 1)
+
+    def comes(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.attempt.joined(rank, 0.0, 0)
+
+    def begins(self, step: int, *ranks: int, entered: bool = False) -> None:
+        begin = m.Begin(step=step, durable=0, buffer_fd=-1, recovery="retry", entered=entered)
+        for rank in ranks or (0, 1):
+            self.attempt.heard_step(rank, begin)
+            self.machine.said(rank, begin, 0.0)
+
+    def reaches(self, step: int, *ranks: int) -> None:
+        status = m.Status(step=step, durable=0, tick=step, phase="data")
+        for rank in ranks or (0, 1):
+            self.attempt.heard_step(rank, status)
+            self.machine.said(rank, status, 0.0)
+
+    def ends(self, *ranks: int) -> None:
+        for rank in ranks or (0, 1):
+            self.machine.said(rank, m.Goodbye(), 0.0)
+
+    def enters_again(self) -> None:
+        """After a fault at step 8, and trains to step 10."""
+        self.begins(0)
+        self.reaches(8)
+        self.machine.again = AGAIN
+        self.join(1)
+        self.begins(8, entered=True)
+        self.reaches(10)
+
+    def answers(self, step: int) -> None:
+        for rank in (0, 1):
+            said = m.Prepared(recovery=1, step=step, durable=0, usable=True)
+            self.machine.said(rank, said, 0.0)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with closing(RecordWriter()) as writer:
+        yield Job(Incidents(writer), tmp_path)
+
+
+def test_a_rank_that_answers_in_a_later_training_has_answered(job: Job) -> None:
+    job.enters_again()
+    job.ends()
+    job.comes(0, 1)
+    job.begins(0)
+    job.reaches(3)
+    job.machine.said(1, m.Report(fault=FAULT, passing=True), 0.0)
+    job.answers(3)
+    assert job.machine.not_in_place == "the job's launcher cannot do it (it is none of lastgasp)"
+    assert job.machine.state == "saving"
+
+
+def test_why_a_later_training_is_not_entered_again(job: Job) -> None:
+    job.enters_again()
+    job.ends()
+    job.comes(0, 1)
+    job.begins(0)
+    job.machine.said(1, m.Report(fault=FAULT, passing=True), 0.0)
+    job.answers(0)
+    assert job.machine.not_in_place == "no step was completed since training began"
+
+
+def test_what_is_entered_again_waits_for_the_step_that_it_began_with(job: Job) -> None:
+    job.enters_again()
+    job.machine.said(1, m.Report(fault=FAULT, passing=True), 0.0)
+    job.answers(7)
+    assert job.machine.state == "preparing", "they answered before they had it"
+
+
+def test_a_training_without_a_step_is_no_progress(job: Job) -> None:
+    job.begins(20)
+    job.ends()
+    job.comes(0, 1)
+    job.begins(0)
+    assert not job.attempt.progressed
+    job.reaches(1)
+    assert job.attempt.progressed
+
+
+def test_progress_of_an_earlier_training_counts(job: Job) -> None:
+    job.begins(0)
+    job.reaches(5)
+    job.ends()
+    job.comes(0, 1)
+    job.begins(0)
+    assert job.attempt.progressed and not job.attempt.progressed_now
+    assert job.attempt.repeats.count == 0, "it has not been ended by an exception"
+
+
+def test_a_training_begins_once_however_late_the_others_come(job: Job) -> None:
+    job.begins(20)
+    job.ends(1)
+    job.comes(1)
+    assert job.attempt.training == 1
+    job.begins(0, 1)
+    job.reaches(20, 0)
+    job.ends(0)
+    job.comes(0)
+    job.begins(0, 0)
+    assert job.attempt.training == 1 and not job.attempt.progressed
+    job.reaches(1, 1)
+    assert job.attempt.progressed_now
+    job.ends(0, 1)
+    job.comes(0)
+    assert job.attempt.training == 2
+
+
+def test_a_training_in_another_directory_may_begin_as_late_as_any(job: Job, tmp_path: Path) -> None:
+    job.enters_again()
+    job.ends()
+    job.join(1, tmp_path / "another")
+    late = _clock.monotonic() + job.attempt.hello.finish_timeout + ENTER + 1
+    assert job.machine.tick(late, 0, frozenset()) == [] and job.machine.state == "running"
+    assert job.attempt.training == 1
+
+
+@pytest.mark.parametrize("directory", ["", "another"])
+def test_a_fault_in_a_later_training_is_none_of_the_recovery_before(job: Job, directory: str, tmp_path: Path) -> None:
+    job.enters_again()
+    job.ends()
+    if directory:
+        job.join(1, tmp_path / directory)
+    else:
+        job.comes(0, 1)
+    job.begins(0)
+    job.machine.said(1, m.Report(fault=FAULT, passing=True), 0.0)
+    job.join(0, attempt=1)
+    assert job.machine.unwise == ""
+
+
+@pytest.mark.parametrize("directory", ["", "another"])
+def test_only_the_first_training_shows_how_long_a_start_takes(job: Job, directory: str, tmp_path: Path) -> None:
+    job.begins(0)
+    job.ends()
+    if directory:
+        job.join(0, tmp_path / directory)
+    else:
+        job.comes(0, 1)
+    job.attempt.took(0, 10 * IMPORTS * ENTER)
+    assert job.machine.slow == ""
