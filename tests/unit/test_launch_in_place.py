@@ -9,8 +9,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from lastgasp.gasp.again import Again
+from lastgasp.launch import in_place
 from lastgasp.launch.in_place import InPlace
 from lastgasp.launch.warm_checks import changed_since, times
 
@@ -34,3 +36,28 @@ def test_a_script_that_has_changed_on_disk_gets_no_new_process(
     assert started == ([] if edited else [1])
     reports = [call.args for call in attempt.report_exit.call_args_list]
     assert reports == ([(1, f"could not be replaced: {script} has changed since it was imported")] if edited else [])
+
+
+def test_each_training_of_the_script_gets_the_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in another directory is another attempt to the controller, of the same number and incarnation."""
+    monkeypatch.setattr(in_place, "TCPStore", lambda *args, **more: SimpleNamespace(port=7))
+    attempt: Any = MagicMock(number=0)
+    controller = attempt.controller
+    controller.again.return_value = None
+    controller.may_enter_again.return_value = 1
+    controller.no_process.return_value = ""
+    controller.awaits_offer.return_value = False
+    group: Any = SimpleNamespace(
+        workers=[SimpleNamespace(global_rank=rank, world_size=2) for rank in (0, 1)], group_world_size=1, master_addr="h"
+    )
+    warm: Any = SimpleNamespace(cannot_fork="")
+    launcher = InPlace(attempt, group, MagicMock(spec=SubprocessContext), warm)
+    launcher.look()
+    launcher.look()
+    assert controller.offer.call_count == 1
+    controller.awaits_offer.return_value = True
+    launcher.look()
+    assert controller.offer.call_count == 2
+    launcher.offer_in_time()
+    assert controller.offer.call_count == 3
+    assert len({call.args[0] for call in controller.offer.call_args_list}) == 1

@@ -123,7 +123,7 @@ class InPlace:
             grow=self._grow(controller, coming) if grows else (),
             complete=self._group.workers[0].world_size,
         )
-        if offer != self._offered:
+        if offer != self._offered or controller.awaits_offer(attempt.number):  # it may be another training's
             self._offered = offer
             controller.offer(offer)
             log.debug("a fault can be answered in place, as incarnation %d%s", coming,
