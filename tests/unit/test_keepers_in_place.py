@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.in_place import InPlace
 from lastgasp.launch.restarts import Restarts
 from support.fake_controller import HELLO
+from support.switch_job import hello
 from support.waiting import PATIENCE, until
 
 AGAIN = Again(incarnation=1, step=8, source=0, takers=(2,), lost=(2,), port=77, host="10.0.0.1")
@@ -162,6 +163,29 @@ def test_a_refusal_on_the_first_host_is_told_to_all_others(thread: ControllerThr
         until(lambda: keeper.refused == 3, "it is told")
     with closing(BufferKeeper(end.address, end.token)) as keeper:
         until(lambda: keeper.refused == 3, "it is told later")
+
+
+def test_a_launcher_without_the_controller_hears_that_all_ranks_have_completed_their_training(
+    thread: ControllerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own may have, while one of another host was killed before its end: that is to be restarted."""
+    end = thread.endpoint
+    monkeypatch.setattr(Desk, "entries", {1: Entry(rank=1, pid=7, hold=1.0, directory="", left=True)})
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        here = LaunchAttempt(number=0, keeper=keeper)
+        with ExitStack() as stack:
+            links = [stack.enter_context(closing(Link(end.address, end.token, hello(rank, 2)))) for rank in range(2)]
+            links[1].send(m.Goodbye())
+            assert here.completed() == ""
+            links[0].send(m.Goodbye())
+            until(lambda: here.completed() == "training", "it is told")
+            assert LaunchAttempt(number=1, keeper=keeper).completed() == ""
+            with closing(BufferKeeper(end.address, end.token)) as late:
+                until(lambda: late.completed == 0, "who comes later is told, too")
+            links[0].close()
+            stack.enter_context(closing(Link(end.address, end.token, hello(0, 2))))
+            until(lambda: here.completed() == "", "the next training has begun")
+    assert LaunchAttempt(number=0).completed() == "training", "it knows no others"
 
 
 def test_a_refusal_on_another_host_is_the_end() -> None:

@@ -48,7 +48,7 @@ def test_each_training_of_the_script_gets_the_offer(monkeypatch: pytest.MonkeyPa
     controller.no_process.return_value = ""
     controller.awaits_offer.return_value = False
     group: Any = SimpleNamespace(
-        workers=[SimpleNamespace(global_rank=rank, world_size=2) for rank in (0, 1)], group_world_size=1, master_addr="h"
+        workers=[SimpleNamespace(global_rank=rank, world_size=2) for rank in (0, 1)], group_world_size=1, master_addr=""
     )
     warm: Any = SimpleNamespace(cannot_fork="")
     launcher = InPlace(attempt, group, MagicMock(spec=SubprocessContext), warm)

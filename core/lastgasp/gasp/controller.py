@@ -310,8 +310,7 @@ class Controller:
         self._service.heard(rank, message)
         message = by_our_clock(self._peers.get(rank), message)
         if isinstance(message, m.GatherPart):
-            whole = attempt.gather(rank, message)
-            if whole is not None:
+            if (whole := attempt.gather(rank, message)) is not None:
                 self._do(Send(rank=r, message=whole) for r in list(self._peers))
             return
         if isinstance(message, m.Noted):
@@ -447,4 +446,5 @@ class Controller:
                 self._do(attempt.machine.tick(now, _clock.wall_ns(), self._watch.stopped()))
             with self._guard("a look at the gathers"):
                 self._do(Send(rank=rank, message=answer) for rank, answer in attempt.failed_gathers(now))
+            self.keepers.completed(attempt.hello.attempt if attempt.was_ended() and not attempt.unprotected else -1)
             self.records.look()

@@ -69,6 +69,7 @@ class BufferKeeper:
         agreed: how the last recovery has ended; agreed_at: when that was heard, monotonic seconds.
         connected: the controller can be reached.
         refused: the last attempt in which a rank has refused to start; -1 where none has.
+        completed: the attempt of which all ranks have completed their training; -1 where they have not.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -77,7 +78,7 @@ class BufferKeeper:
         self.agreed: m.Agreed | None = None
         self.agreed_at = 0.0
         self.connected = False
-        self.refused = -1
+        self.refused = self.completed = -1
         self._forks: m.Forks | None = None
         self._to_tell: deque[m.Message] = deque()
         self._buffers: dict[int, int] = {}
@@ -171,6 +172,8 @@ class BufferKeeper:
                     self.agreed, self.agreed_at = message, _clock.monotonic()
                 elif isinstance(message, m.RefusedToStart):
                     self.refused = message.attempt
+                elif isinstance(message, m.Completed):
+                    self.completed = message.attempt
                 elif isinstance(message, m.Pair):
                     self._buddies.pair(message, self._arenas)
 

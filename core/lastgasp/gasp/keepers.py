@@ -45,6 +45,7 @@ class Keepers:
         self._arenas: dict[int, m.Kept] = {}
         self._forks: dict[asyncio.StreamWriter, m.Forks | None] = {}
         self._agreed: m.Agreed | None = None
+        self._completed = -1
         self.refused: set[int] = set()
         self._put_off: list[m.Exited] = []
         self.on_buddy: Callable[[str, str, m.Listens | m.Copied | m.Remarked], None] = lambda *said: None
@@ -66,6 +67,7 @@ class Keepers:
                 writer.write(m.frame(order))
         if self._agreed is not None:
             writer.write(m.frame(self._agreed))
+        writer.write(m.frame(m.Completed(attempt=self._completed)))
         for attempt in self.refused:
             writer.write(m.frame(m.RefusedToStart(attempt=attempt)))
         self._forks[writer] = None
@@ -104,9 +106,7 @@ class Keepers:
         if attempt is None or how != describe_exit(REFUSED):
             return
         self.refused.add(attempt)
-        for writer in self._forks:
-            with contextlib.suppress(ControlError):
-                writer.write(m.frame(m.RefusedToStart(attempt=attempt)))
+        self._tell_all(m.RefusedToStart(attempt=attempt))
 
     def put_off(self, exited: m.Exited) -> None:
         """Keep it until the attempt and incarnation that it is of have begun."""
@@ -142,9 +142,18 @@ class Keepers:
     def agreed(self, agreed: m.Agreed) -> None:
         """Tell all how a recovery has ended; who comes back after a lost connection is told, too."""
         self._agreed = agreed
+        self._tell_all(agreed)
+
+    def completed(self, attempt: int) -> None:
+        """Tell all of which attempt all ranks have completed their training, or -1, where that has changed."""
+        if attempt != self._completed:
+            self._completed = attempt
+            self._tell_all(m.Completed(attempt=attempt))
+
+    def _tell_all(self, message: m.Message) -> None:
         for writer in self._forks:
             with contextlib.suppress(ControlError):
-                writer.write(m.frame(agreed))
+                writer.write(m.frame(message))
 
     def begin(self) -> None:
         """Start another attempt, whose ranks have buffers of their own."""

@@ -81,6 +81,12 @@ class RefusedToStart(Message, frozen=True, kw_only=True):
     attempt: int
 
 
+class Completed(Message, frozen=True, kw_only=True):
+    """Controller, to all keepers: all ranks of this attempt have completed their training; -1: some train (again)."""
+
+    attempt: int
+
+
 class Exited(Message, frozen=True, kw_only=True):
     """Keeper: the process that was to be `rank` in this incarnation has ended before it joined, or was not made."""
 

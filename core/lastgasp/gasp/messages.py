@@ -38,6 +38,7 @@ from .going_on import ResizeNoted as ResizeNoted
 from .keeping import Agreed as Agreed
 from .keeping import AskKept as AskKept
 from .keeping import AskLeft as AskLeft
+from .keeping import Completed as Completed
 from .keeping import DropLeft as DropLeft
 from .keeping import Exited as Exited
 from .keeping import Forks as Forks
@@ -56,7 +57,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
@@ -361,7 +362,7 @@ FromRank = (
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
     | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took | ResizeNoted
-    | RefusedToStart
+    | RefusedToStart | Completed
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 FromKeeper = Keeper | Kept | Forks | Exited | Listens | Copied | Remarked

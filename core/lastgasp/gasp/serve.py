@@ -140,9 +140,7 @@ class ControllerThread:
     def completed(self, attempt: int) -> bool:
         """All ranks of this attempt have completed their training."""
         found = self._attempt(attempt)
-        members = list(found.machine.members.values()) if found is not None else []
-        protected = found is not None and not found.unprotected and len(members) == found.hello.world_size
-        return protected and all(one.left for one in members)
+        return found is not None and not found.unprotected and found.was_ended()
 
     def refused(self, attempt: int) -> bool:
         """A rank of any host has refused to start in this attempt."""

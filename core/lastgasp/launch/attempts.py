@@ -101,10 +101,14 @@ class LaunchAttempt:
         return not refused or any(entry.ending == "saved" for entry in self.desk.entries.values())
 
     def completed(self) -> Completed:
-        """What all ranks of the attempt have completed, as far as this node knows."""
+        """What all ranks of the attempt have completed, as far as this node knows; without a controller, its own."""
         entries = self.desk.entries.values()
-        left = bool(entries) and all(entry.left for entry in entries)
-        if not (left if self.controller is None else self.controller.completed(self.number)):
+        known = left = bool(entries) and all(entry.left for entry in entries)
+        if self.controller is not None:
+            known = self.controller.completed(self.number)
+        elif self.keeper is not None:
+            known = self.keeper.completed == self.number
+        if not known:
             return ""
         return "script" if left and all(entry.ended for entry in entries) else "training"
 
