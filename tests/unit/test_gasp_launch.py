@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,9 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
 from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.observer import Observer
+from lastgasp.launch import agent as agent_module
 from lastgasp.launch import attempts as attempts_module
+from lastgasp.launch import finishing
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 from lastgasp.session import Contact
@@ -258,6 +261,28 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     log.clear()
     agent._pcontext.close(signal.SIGTERM, 5)
     assert log == [f"close {signal.SIGTERM} 5"], "the launcher was asked to stop: no hold, the signal goes out"
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_behind_a_training_that_all_have_ended_no_recovery_is_waited_for(
+    left: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 has failed there, and rank 0 still writes its results; torch would stop it at once."""
+    agent, attempt, now = GaspAgent.__new__(GaspAgent), LaunchAttempt(number=0), [100.0]
+    agent._attempt, agent._worker_group = attempt, Group()  # type: ignore[assignment]
+    nothing: Any = lambda *_: None  # noqa: E731
+    agent._in_place = SimpleNamespace(offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=False)  # type: ignore[assignment]
+    monkeypatch.setattr(agent, "_codes", lambda group: {0: None, 1: 1})
+    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
+    monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
+    monkeypatch.setattr(agent_module._clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(agent_module.time, "sleep", lambda seconds: now.append(now.pop() + 1))
+    entries = {rank: signin.Entry(rank=rank, pid=7, hold=1.0, directory="", left=left) for rank in (0, 1)}
+    monkeypatch.setattr(signin.Desk, "entries", entries)
+    assert not agent._hold(agent._worker_group)
+    waited = finishing.FINISH if left else 1210.0
+    assert waited <= now[0] - 100 < waited + 2
+    assert f"did not finish within {waited:g} s" in caplog.text
 
 
 # -- progress of an attempt ------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.bounded import NodesWaiting
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.fewer import asked, least_ranks
-from lastgasp.launch.finishing import REST, let_finish
+from lastgasp.launch.finishing import FINISH, REST, let_finish
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.growth import MISSING, CodeFile, Newcomer, joins
 from lastgasp.launch.guest import Guest, invited
@@ -215,15 +215,11 @@ class GaspAgent(LocalElasticAgent):
     def _ended_well(self) -> bool:
         """All ranks of this host have completed their training, and all that they did behind it."""
         codes = self._codes(self._worker_group)
-        entries = {} if self._attempt is None else self._attempt.desk.entries
-        return set(codes.values()) == {0} and all(rank in entries and entries[rank].left for rank in codes)
+        return set(codes.values()) == {0} and self._attempt is not None and self._attempt.have_left(codes)
 
     def _all_left(self) -> bool:
-        if self._attempt is None:
-            return False
-        running = {rank for rank, code in self._codes(self._worker_group).items() if code is None}
-        left = {rank for rank, entry in self._attempt.desk.entries.items() if entry.left}
-        return running <= left
+        running = [rank for rank, code in self._codes(self._worker_group).items() if code is None]
+        return self._attempt is not None and self._attempt.have_left(running)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._guest is not None:
@@ -258,13 +254,15 @@ class GaspAgent(LocalElasticAgent):
         """
         assert self._attempt is not None and self._in_place is not None
         known: set[int] = set()
-        deadline = _clock.monotonic() + self._attempt.hold_limit()
-        while _clock.monotonic() < deadline:
+        start, limit = _clock.monotonic(), self._attempt.hold_limit()
+        while _clock.monotonic() < start + limit:
             self._in_place.offer_in_time()
             failed = self._failed(worker_group)
             for rank in failed.keys() - known:
                 self._in_place.report_exit(rank, failed[rank], self._pid(worker_group, rank))
             known |= failed.keys()
+            if failed and self._all_left():  # no recovery follows, and torch would stop the others at once
+                limit = min(limit, _clock.monotonic() - start + FINISH)
             if self._in_place.replaced(failed):
                 return True
             over = self._attempt.over_for()
@@ -272,7 +270,7 @@ class GaspAgent(LocalElasticAgent):
             if not waits or (over is not None and over > LEAVE):
                 return False
             time.sleep(POLL)
-        log.error("the survivors did not finish within %g s: stopping them", self._attempt.hold_limit())
+        log.error("the survivors did not finish within %g s: stopping them", limit)
         return False
 
     @staticmethod

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,11 @@ class LaunchAttempt:
         if not known:
             return ""
         return "script" if left and all(entry.ended for entry in entries) else "training"
+
+    def have_left(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks of this host have completed their training."""
+        entries = self.desk.entries
+        return all(rank in entries and entries[rank].left for rank in ranks)
 
     def refused_elsewhere(self) -> bool:
         """A rank of another host has refused to start: its launcher ends, and the job cannot go on."""
