@@ -11,6 +11,7 @@ import pytest
 from lastgasp import _clock
 from lastgasp.events import Fault
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.actions import RecordPhase
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.attempt import ENTER, IMPORTS, Attempt
 from lastgasp.gasp.incidents import Incidents
@@ -186,3 +187,23 @@ def test_only_the_first_training_shows_how_long_a_start_takes(job: Job, director
         job.comes(0, 1)
     job.attempt.took(0, 10 * IMPORTS * ENTER)
     assert job.machine.slow == ""
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_what_was_held_in_memory_is_not_lost_with_a_later_training(later: bool, job: Job) -> None:
+    """A step of the earlier one was, and that has been trained to its end."""
+    job.begins(0)
+    job.machine.outcome.step = 8
+    job.attempt.note(RecordPhase(phase="detected"))
+    job.attempt.note(RecordPhase(phase="released"))
+    held = job.attempt
+    job.enters_again()
+    if later:
+        job.ends()
+        job.comes(0, 1)
+        job.begins(0)
+        job.incidents.resumed(0)
+    job.join(0, attempt=1)
+    job.incidents.resumed(0)
+    lost = "step 8 was held in memory alone, and went with the processes: the job went on from step 0"
+    assert held.notes == ([] if later else [lost])

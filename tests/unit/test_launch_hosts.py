@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from lastgasp import topology
 from lastgasp.events import Incident, encode_incident
+from lastgasp.gasp import signin
 from lastgasp.gasp.lifeline import LOST_AFTER
 from lastgasp.gasp.signin import VARIABLE, Desk, Entry, sign
 from lastgasp.launch import forward, torchrun_hook
@@ -56,6 +58,22 @@ def test_a_launcher_knows_its_ranks_without_asking_anybody(desk: Desk) -> None:
     desk.close()
     assert here.in_use() and here.last_word() == LastWord("saved", 5, "ckpts")
     sign(ENTRY)  # to a launcher that is gone: of no effect
+
+
+def test_a_launcher_reads_what_ranks_write_in_their_ten_thousandth_training(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a sweep does; it had read no more than the first so many lines."""
+    monkeypatch.setattr(signin, "_LIMIT", 1000)
+    for training in range(100):
+        sign(Entry(rank=training % 2, pid=training, hold=30.0, directory="ckpts"))
+    assert [desk.entries[rank].pid for rank in (0, 1)] == [98, 99]
+    line = msgspec.json.encode(Entry(rank=1, pid=7, hold=30.0, directory="ckpts")) + b"\n"
+    with Path(desk.environment[VARIABLE]).open("ab", buffering=0) as file:
+        file.write(line[:20])
+        assert desk.entries[1].pid == 99, "it is being written"
+        file.write(line[20:])
+    assert desk.entries[1].pid == 7
 
 
 def test_a_child_of_a_rank_signs_in_by_the_path_that_it_inherits(desk: Desk) -> None:

@@ -132,6 +132,8 @@ class Incidents:
         unsaved, self._unsaved = self._unsaved, None
         if from_arena and unsaved is not None:
             self._found_in_arenas(unsaved, step)
+        if self.current is not None and self.current.training:  # the one before has been trained to its end
+            self._in_memory = self._in_arenas = None
         held, current, previous = self._in_memory, self.current, self.previous
         if held is None or held.incident is None or current is None or current.hello.attempt == held.hello.attempt:
             return

@@ -17,7 +17,7 @@ log = logging.getLogger("lastgasp.launch")
 
 VARIABLE = "LASTGASP_SIGN_IN"
 _LIMIT = 1 << 20
-"""Most bytes that are read; a line has a few hundred, and a rank writes three."""
+"""Most bytes that are read at once; a line has a few hundred, and a rank writes three in each of its trainings."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class Desk:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("lastgasp-desk", os.MFD_CLOEXEC)
-        self._size, self._entries = 0, dict[int, Entry]()
+        self._read, self._entries = 0, dict[int, Entry]()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -86,12 +86,16 @@ class Desk:
     @property
     def entries(self) -> dict[int, Entry]:
         """The last entry of each rank that has signed in, by rank."""
-        if self._file >= 0 and (size := os.fstat(self._file).st_size) != self._size:
-            self._size = size
-            for line in os.pread(self._file, _LIMIT, 0).splitlines():
+        while self._file >= 0:
+            start = self._read
+            found = os.pread(self._file, _LIMIT, start)
+            if not (size := found.rfind(b"\n") + 1):  # the last line may be being written
+                break
+            for line in found[:size].splitlines():
                 with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
                     entry = msgspec.json.decode(line, type=Entry)
                     self._entries[entry.rank] = entry
+            self._read = start + size  # another thread may have read the same
         return self._entries
 
     @property
