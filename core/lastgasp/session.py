@@ -351,6 +351,7 @@ class Session:
             # The caller may handle its own exception, and its traceback and clean-up are worth more than a
             # fast restart. In a job of one rank nobody waits for it to end.
             self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
+            self._leaving.raised()
         if self._patience is not None:
             self._patience = min(self._patience, self._backend.grace)
         self._backend.fault(kind, cause)
@@ -378,10 +379,9 @@ class Session:
 
     def _sign(self, left: bool = False, ending: str = "", step: int = -1) -> None:
         """Inform the launcher of this host, which relies on this alone."""
-        config = self.config
-        hold = config.finish_timeout + 2 * config.save_timeout
-        place, pid, directory = self.place, os.getpid(), str(config.directory)
-        sign(Entry(rank=place.rank, pid=pid, hold=hold, directory=directory, left=left, ending=ending, step=step))
+        rank, pid, directory = self.place.rank, os.getpid(), str(self.config.directory)
+        hold = self.config.finish_timeout + 2 * self.config.save_timeout
+        sign(Entry(rank=rank, pid=pid, hold=hold, directory=directory, left=left, ending=ending, step=step))
 
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """End the process even if the training thread is stuck."""

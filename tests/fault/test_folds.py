@@ -41,3 +41,16 @@ def test_a_fault_in_each_training(tmp_path: Path) -> None:
     assert (first.ending, first.rung, first.step_saved, first.steps_lost) == ("in_place", "retry", 8, 0), done.output
     assert (second.ending, second.step_saved, second.steps_lost) == ("saved", 3, 0), done.output[-6000:]
     assert "killing" not in done.output
+
+
+@pytest.mark.full
+def test_a_script_that_handles_what_all_ranks_raise_goes_on(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    done = finish(run(SUPPORT / "train_folds.py", "continues", directory), tmp_path)
+    assert done.returncode == 0, done.output[-6000:]
+    assert ended(directory) == ["1-0-10", "1-1-10"]
+    [incident] = incidents(directory / "0")
+    assert (incident.ending, incident.step_saved, incident.restart) == ("saved", 3, ""), done.output[-6000:]
+    assert "raised Diverged" in done.output and "the script goes on" in done.output
+    assert incidents(directory / "1") == []

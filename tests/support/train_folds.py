@@ -57,6 +57,7 @@ def training(what: str, directory: Path, fold: int) -> None:
     with Session.open(place, state=TorchState(model, optimizer), every=2) as s:
         for batch in s.batches(data):
             if fold == 0 and what == "continues" and s.step == 3:
+                dist.barrier()  # as where they agree that a trial is hopeless
                 raise Diverged
             if rank == 1 and what == "fails":
                 fails(place, fold, s.step)

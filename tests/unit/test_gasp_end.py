@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lastgasp import session as session_module
 from lastgasp.config import GaspConfig
+from lastgasp.errors import ControlError
 from lastgasp.events import Fault
 from lastgasp.gasp import leaving as leaving_module
 from lastgasp.gasp import messages as m
@@ -146,6 +148,66 @@ def test_what_waits_in_a_later_training_waits_for_a_rank_that_has_ended_the_earl
                     leaves(controller, link, rank)
 
 
+def raises(link: Link, rank: int) -> None:
+    """Of its own."""
+    link.send(m.Report(fault=Fault(kind="exception", rank=rank, cause="Diverged: nan", step=3, seen_ns=1)))
+
+
+def answers(link: Link) -> None:
+    """What it holds; nobody has completed a step."""
+    link.send(m.Prepared(recovery=1, step=3, durable=3, usable=True))
+
+
+@pytest.mark.parametrize("directory", ["", "/another"])
+def test_a_script_that_handles_what_all_ranks_raise_comes_to_its_next_training(directory: str) -> None:
+    with two_links() as (controller, links), ExitStack() as stack:
+        end, more = controller.endpoint, {"directory": directory} if directory else {}
+        first = controller._controller.attempt
+        assert first is not None
+        raises(links[0], 0)
+        for link in links:
+            answers(link)
+        until(lambda: first.machine.state == "over", "the end of the recovery")
+        links[0].close()
+        both = list[Link]()
+
+        def joins(rank: int) -> None:
+            both.append(stack.enter_context(closing(Link(end.address, end.token, hello(rank, 2, **more)))))
+
+        early = threading.Thread(target=joins, args=(0,))  # rank 1 may be about to raise the same
+        early.start()
+        early.join(0.5)
+        assert early.is_alive() and controller._controller.attempt is first
+        raises(links[1], 1)
+        early.join(60.0)
+        joins(1)
+        second = controller._controller.attempt
+        assert second is not None and second is not first and second.training == 1
+        for rank, link in enumerate(both):
+            meets(controller, link, rank)
+        assert [len(hears(link).parts) for link in both] == [2, 2]
+        assert second.machine.state == "running" and controller.over_for(0) is None
+        for rank, link in enumerate(both):
+            leaves(controller, link, rank)
+
+
+@pytest.mark.parametrize("directory", ["", "/another"])
+def test_a_script_that_handles_what_one_rank_raises_does_not(directory: str) -> None:
+    """The others were told to end their training, and have ended."""
+    with two_links() as (controller, links):
+        end, more = controller.endpoint, {"directory": directory} if directory else {}
+        raises(links[0], 0)
+        for link in links:
+            answers(link)
+        first = controller._controller.attempt
+        assert first is not None
+        until(lambda: first.machine.state == "over", "the end of the recovery")
+        saw_death(controller, 123)
+        until(lambda: bool(first.machine.members[1].gone), "rank 1 to end")
+        with pytest.raises(ControlError, match=r"Diverged: nan.* ended the training of all ranks"):
+            Link(end.address, end.token, hello(0, 2, **more))
+
+
 def test_what_waits_for_a_rank_whose_process_dies_behind_its_training_waits_no_longer() -> None:
     with two_links() as (controller, links):
         meets(controller, links[0], 0)
@@ -229,6 +291,20 @@ def test_a_rank_that_is_closed_is_not_ended_by_a_recovery_that_comes_after(tmp_p
     session.close()
     session._schedule_leaving(SAVED)
     assert session._leaving._timer is None
+    assert ended == []
+
+
+def test_a_rank_that_comes_to_another_training_has_handled_what_it_raised(tmp_path: Path, ended: list[int]) -> None:
+    session = lone_session(tmp_path)
+    session.place = replace(session.place, world_size=2)
+    session.training_started(3, 3)
+    session.fault("exception", "Diverged: nan")
+    session.close(goodbye=False)
+    timer = session._leaving._timer
+    assert timer is not None and timer.interval == session_module.OWN_FAULT_GRACE
+    later = lone_session(tmp_path)
+    timer.join(60.0)
+    later.close()
     assert ended == []
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgasp.errors import ControlError, ProtocolError
+from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.admission import NotYet, WholeJobRefused, admit, is_newer
 from lastgasp.gasp.attempt import Attempt
@@ -110,6 +111,31 @@ def test_a_later_training_of_the_script_may_have_other_settings_once_all_have_en
     assert asks() == "" and is_newer(later, job) and not is_newer(hello(0, 2), job)
     assert job.leaves(later) == (sys.maxsize, False), "an arena of the training before is not of this one"
     assert job.leaves(msgspec.structs.replace(later, attempt=1)) == (0, False)
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigterm"])
+def test_a_script_that_handles_what_all_its_ranks_raise_begins_another_training(kind: FaultKind) -> None:
+    """But a SIGTERM ends it: what one rank raises besides is of no account."""
+    job, same = Attempt.of(hello(0, 2)), hello(0, 2, nonce=b"n", mac=m.proof("token", "rank", b"n", 0))
+    for rank in (0, 1):
+        job.machine.joined(rank, 1.0)
+        job.machine.said(rank, m.Begin(step=0, durable=0, buffer_fd=-1), 1.0)
+    fault = Fault(kind=kind, rank=0, cause="Diverged: nan", step=0, seen_ns=1)
+    for rank in (0, 1):
+        job.machine.said(rank, m.Report(fault=msgspec.structs.replace(fault, rank=rank)), 2.0)
+        assert not is_newer(same, job)
+    for rank in (0, 1):
+        job.machine.said(rank, m.Prepared(recovery=1, step=0, durable=0, usable=True), 2.0)
+    assert job.machine.state == "over"
+    assert is_newer(same, job) == (kind == "exception")
+    job.machine.members[1].fault = None
+    assert not is_newer(same, job)
+    if kind == "exception":
+        with pytest.raises(NotYet):
+            admit(same, b"n", "token", job, None)
+        job.machine.members[1].gone = "process died"
+        with pytest.raises(WholeJobRefused, match=r"on rank 0 .Diverged: nan. has ended the training of all ranks"):
+            admit(same, b"n", "token", job, None)
 
 
 def test_many_ranks_that_disagree_are_reported_in_one_line() -> None:

@@ -23,7 +23,6 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
 from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.observer import Observer
-from lastgasp.launch import agent as agent_module
 from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch import finishing
 from lastgasp.launch.agent import GaspAgent
@@ -275,8 +274,8 @@ def test_behind_a_training_that_all_have_ended_no_recovery_is_waited_for(
     monkeypatch.setattr(agent, "_codes", lambda group: {0: None, 1: 1})
     monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
     monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
-    monkeypatch.setattr(agent_module._clock, "monotonic", lambda: now[0])
-    monkeypatch.setattr(agent_module.time, "sleep", lambda seconds: now.append(now.pop() + 1))
+    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
     entries = {rank: signin.Entry(rank=rank, pid=7, hold=1.0, directory="", left=left) for rank in (0, 1)}
     monkeypatch.setattr(signin.Desk, "entries", entries)
     assert not agent._hold(agent._worker_group)

@@ -7,7 +7,14 @@ from lastgasp.errors import AuthenticationError, ControlError, VersionMismatch
 
 from . import messages as m
 from .attempt import Attempt
+from .ladder import Ladder
 from .secret import WRONG_TOKEN
+
+NOT_BY_ALL = (
+    "an exception on rank {rank} ({cause}) has ended the training of all ranks, and not all have raised one: where a "
+    "script handles what ends a training and begins another one, all of its ranks must; or it is handled inside of the "
+    "training, where no other rank hears of it"
+)
 
 
 class WholeJobRefused(ControlError):
@@ -33,7 +40,8 @@ def admit(hello: m.Hello, nonce: bytes, token: str, current: Attempt | None, exp
         AuthenticationError: it does not know the token.
         OtherVersion: it has another version of lastgasp.
         WholeJobRefused: it disagrees with the ranks that have joined.
-        NotYet: its next training has other settings, and the others are still in the one that it has ended.
+        NotYet: its next training has other settings, or its script has handled what it raised, and the others are
+            still in the training before.
         ControlError: it is of another attempt.
     """
     if not m.proven(token, "rank", nonce, hello.rank, hello.mac):
@@ -45,8 +53,24 @@ def admit(hello: m.Hello, nonce: bytes, token: str, current: Attempt | None, exp
         )
     if why := refusal(hello, current, expected):
         raise ControlError(why)
-    if current is not None and not is_newer(hello, current) and (why := current.disagreement(hello)):
+    if current is None or is_newer(hello, current):
+        return
+    if raised := raised_by(current, hello.rank):
+        members = current.machine.members
+        if any(one.gone and not one.left and not raised_by(current, rank) for rank, one in members.items()):
+            raise WholeJobRefused(NOT_BY_ALL.format(rank=hello.rank, cause=raised))
+        raise NotYet(m.NOT_YET)
+    if why := current.disagreement(hello):
         raise NotYet(m.NOT_YET) if current.was_ended_by(hello.rank) else WholeJobRefused(why)
+
+
+def raised_by(current: Attempt, rank: int) -> str:
+    """What this rank has raised, if such exceptions alone have ended the training of all; else empty."""
+    machine, member = current.machine, current.machine.members.get(rank)
+    if machine.state != "over" or current.again is not None or not isinstance(machine, Ladder) or member is None:
+        return ""
+    alone = all(fault.kind in ("exception", "peer") for fault in machine.faults)
+    return member.fault.cause if alone and member.fault is not None and member.fault.kind == "exception" else ""
 
 
 def order_of(hello: m.Hello) -> tuple[int, int]:
@@ -57,11 +81,17 @@ def order_of(hello: m.Hello) -> tuple[int, int]:
 def is_newer(hello: m.Hello, current: Attempt | None) -> bool:
     """A rank of another attempt or incarnation than the current one begins it.
 
-    So does the first one that enters a training of the script with other settings, when all have ended the one before.
+    So does the first one that enters a training of the script with other settings, when all have ended the one before;
+    with any where all have, some by an exception that the script has handled.
     """
     if current is None or order_of(hello) > order_of(current.hello):
         return True
-    return order_of(hello) == order_of(current.hello) and current.was_ended() and bool(current.disagreement(hello))
+    if order_of(hello) != order_of(current.hello):
+        return False
+    if current.was_ended():
+        return bool(current.disagreement(hello))
+    ranks = range(current.hello.world_size)
+    return all(current.was_ended_by(rank) or raised_by(current, rank) for rank in ranks)
 
 
 def refusal(hello: m.Hello, current: Attempt | None, expected: int | None) -> str:

@@ -283,7 +283,7 @@ class Controller:
             self._spawn(self._ended(attempt, exited.rank, exited.how))
         self._not_replaced = {}
         self._service.roster.begin()
-        self.keepers.begin()
+        self.keepers.begin(hello.attempt)
         self._announced.tell(hello.job, hello.directory)
 
     def _drop(self, rank: int) -> None:

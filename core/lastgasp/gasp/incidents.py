@@ -74,6 +74,9 @@ class Incidents:
             self.current.replaced = self.previous.replaced + lost
             self.current.enters_after(self.previous.again)
             self.current.training = 0 if self.previous.again is not None else self.previous.training + 1
+        if self.current.training and self.previous is not None and self.previous.incident is not None:
+            log.warning("%s; the script goes on", narration.event(self.previous.incident))  # it has handled that
+            self.previous = None
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()

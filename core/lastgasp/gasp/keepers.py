@@ -155,8 +155,10 @@ class Keepers:
             with contextlib.suppress(ControlError):
                 writer.write(m.frame(message))
 
-    def begin(self) -> None:
-        """Start another attempt, whose ranks have buffers of their own."""
+    def begin(self, attempt: int) -> None:
+        """Start another attempt or training, whose ranks have buffers of their own."""
+        if self._agreed is not None and (self._agreed.attempt, self._agreed.again) == (attempt, None):
+            self.agreed(m.Agreed(attempt=attempt, ending="open"))  # the script has handled what ended the one before
         self._buffers, self._asked, self._states, self._arenas = {}, {}, {}, {}
 
     def keep(self, host: str, order: m.Keep) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from lastgasp import _clock
 from lastgasp.steps.recorder import flush_all
@@ -43,9 +43,18 @@ def limit(finish_timeout: float) -> float:
 class Leaving:
     """One per session; any thread may call it."""
 
+    _raised: ClassVar[Leaving | None] = None
+
     def __init__(self) -> None:
         self._lock, self._stays = threading.Lock(), False
         self._timer: threading.Timer | None = None
+        if (before := Leaving._raised) is not None:  # the script has handled that, and comes to another training
+            before.stays()
+        Leaving._raised = None
+
+    def raised(self) -> None:
+        """The training thread has raised, and this process ends unless the script begins another training."""
+        Leaving._raised = self
 
     def renew(self) -> None:
         """A training begins, which may be left."""

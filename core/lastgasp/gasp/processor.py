@@ -121,6 +121,8 @@ class Processor:
         """Report a fault of this rank to the controller, or recover without one."""
         self._answering.raised = self._answering.raised or fault.kind != "sigterm"
         if self._status.outcome is not None or self._reported is not None:
+            if fault.kind == "exception" and self._reported is None:
+                self._try_send(m.Report(fault=fault))  # all have raised, which the script may handle
             return
         self._reported = fault
         if self.led_elsewhere is not None:

@@ -87,7 +87,7 @@ class LaunchAttempt:
         if self.controller is not None:
             return self.controller.over_for(self.number)
         agreed = self.keeper.agreed if self.keeper is not None else None
-        if self.keeper is None or agreed is None or (agreed.attempt, agreed.ending) == (self.number, "in_place"):
+        if self.keeper is None or agreed is None or agreed.ending in ("in_place", "open"):
             return None
         return _clock.monotonic() - self.keeper.agreed_at if agreed.attempt == self.number else None
 

@@ -191,7 +191,7 @@ class InPlace:
         if keeper is None or not keeper.connected:
             return False
         agreed = keeper.agreed
-        return agreed is None or agreed.attempt != attempt.number or agreed.ending == "in_place"
+        return agreed is None or agreed.attempt != attempt.number or agreed.ending in ("in_place", "open")
 
     def replaced(self, failed: dict[int, str]) -> bool:
         """Give each dead rank a new process, if that was agreed on.
