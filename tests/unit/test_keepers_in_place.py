@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from lastgasp import exitcodes
 from lastgasp.gasp import messages as m
@@ -105,6 +107,34 @@ def test_a_lost_rank_that_still_runs_is_killed() -> None:
     handlers = [Handler(True), Handler(True)]
     second(SimpleNamespace(agreed=AGREED, connected=True), handlers)._kill_lost()
     assert [handler.killed for handler in handlers] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("over", "left", "ending", "killed"),
+    [
+        (16.0, False, "", True),
+        (14.0, False, "", False),
+        (None, False, "", False),
+        (16.0, True, "", False),
+        (16.0, False, "saved", False),
+    ],
+)
+def test_a_rank_that_does_not_hear_the_end_of_the_recovery_is_killed_by_its_own_launcher(
+    over: float | None, left: bool, ending: str, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs, or was cut off, and the controller is on another host. A static rendezvous tells of no restart."""
+    handlers = [Handler(True), Handler(True)]
+    keeper = SimpleNamespace(agreed=None, can_fork=lambda forks: None, over_for=lambda attempt: over)
+    one = second(keeper, handlers)
+    one._context = create_autospec(SubprocessContext, instance=True, subprocess_handlers=dict(enumerate(handlers)))
+    entries = {
+        2: Entry(rank=2, pid=7, hold=1.0, directory="", left=left, ending=ending),
+        3: Entry(rank=3, pid=8, hold=1.0, directory="", left=True),
+        4: Entry(rank=4, pid=9, hold=1.0, directory=""),  # it has another number by now
+    }
+    monkeypatch.setattr(Desk, "entries", entries)
+    one.look()
+    assert [handler.killed for handler in handlers] == [killed, False]
 
 
 def test_the_end_of_a_new_process_that_had_not_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

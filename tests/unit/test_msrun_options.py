@@ -13,7 +13,7 @@ import pytest
 from lastgasp import exitcodes
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.gasp.cards import JobState, RankRow, RankState
-from lastgasp.gasp.messages import Ranks
+from lastgasp.gasp.messages import Agreed, Ranks
 from lastgasp.launch import msattempts, msrun
 from lastgasp.launch.msattempts import MsAttempts, Plan, plan, quiet
 from lastgasp.launch.msrun import msrun_arguments, started_by_us, tft_with_restarts, with_join
@@ -21,6 +21,7 @@ from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
 from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.taskdagent import Agent, serving
 from support.ports import free_port
+from support.waiting import until
 
 START = ["-m", "lastgasp_mindformers.start"]
 
@@ -219,6 +220,20 @@ def test_a_node_without_the_controller_sees_that_the_first_one_has_ended(monkeyp
     monkeypatch.setattr(msattempts, "LED", 0.2)
     assert not second.wait_quiet([1], never)
     assert second.wait_quiet([1], lambda: True), "asked to stop, it does not wait"
+
+
+def test_a_node_without_the_controller_hears_that_the_recovery_is_over() -> None:
+    """One of its ranks may hang: nobody else can end it, and the others would wait for its restart."""
+    first = MsAttempts(Plan(job="j", host="127.0.0.1", port=0, token="t", here=True, several=True))
+    port = int(first.begin()["LASTGASP_CONTROLLER"].rpartition(":")[2])
+    second = MsAttempts(Plan(job="j", host="127.0.0.1", port=port, token="t", here=False, several=True))
+    second.begin()
+    assert first._controller is not None and second._keeper is not None
+    keepers, agreed = first._controller._controller.keepers, Agreed(attempt=0, ending="saved")
+    first._controller._call(lambda: keepers.agreed(agreed))
+    until(lambda: second.over_for() is not None, "it is told")
+    assert not second.abandoned(60.0) and second.abandoned(-1.0) and not first.abandoned(-1.0)
+    assert (second.close(), first.close()) == ("", "")
 
 
 @pytest.mark.parametrize(

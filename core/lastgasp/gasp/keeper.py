@@ -108,6 +108,13 @@ class BufferKeeper:
             for descriptor in (*self._buffers.values(), *arenas, self._poke_r, self._poke_w):
                 os.close(descriptor)
 
+    def over_for(self, attempt: int) -> float | None:
+        """Seconds since the recovery of this attempt ended, as far as this launcher knows; None while it has not."""
+        agreed = self.agreed
+        if agreed is None or agreed.attempt != attempt or agreed.ending in ("in_place", "open"):
+            return None
+        return _clock.monotonic() - self.agreed_at
+
     def can_fork(self, forks: m.Forks) -> None:
         """Tell the controller whether ranks of this host can get new processes; does not wait."""
         if forks != self._forks:
@@ -169,7 +176,7 @@ class BufferKeeper:
                 elif isinstance(message, m.AskKept):
                     link.send(self._kept(message.rank))
                 elif isinstance(message, m.Agreed):
-                    self.agreed, self.agreed_at = message, _clock.monotonic()
+                    self.agreed_at, self.agreed = _clock.monotonic(), message  # in this order for other threads
                 elif isinstance(message, m.RefusedToStart):
                     self.refused = message.attempt
                 elif isinstance(message, m.Completed):

@@ -27,7 +27,7 @@ from lastgasp.gasp.joining import JOINS
 from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
-from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts, ours
+from lastgasp.launch.attempts import LEAVE, LaunchAttempt, LaunchAttempts, ours
 from lastgasp.launch.bounded import NodesWaiting
 from lastgasp.launch.exitbarrier import wait_for_living
 from lastgasp.launch.fewer import asked, least_ranks
@@ -49,8 +49,6 @@ log = logging.getLogger("lastgasp.launch")
 
 POLL = 0.005
 """Seconds between two checks of the workers while the agent holds its signals back."""
-LEAVE = 15.0
-"""Seconds for released workers to exit on their own, including their own clean-up."""
 MARKS_LIMIT = 5.0
 """Seconds that writing the last step marks of killed workers may take."""
 

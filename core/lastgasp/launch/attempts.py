@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lastgasp.launch")
 
+LEAVE = 15.0
+"""Seconds for released workers to exit on their own, including their own clean-up."""
 HOLD_WITHOUT_CONTROLLER = 660.0
 """Seconds that an agent waits for its survivors if neither they nor a controller have said how long they may take."""
 NOTICE_TIMEOUT = 60.0
@@ -86,10 +88,7 @@ class LaunchAttempt:
         """Seconds since the recovery ended, as far as this node knows."""
         if self.controller is not None:
             return self.controller.over_for(self.number)
-        agreed = self.keeper.agreed if self.keeper is not None else None
-        if self.keeper is None or agreed is None or agreed.ending in ("in_place", "open"):
-            return None
-        return _clock.monotonic() - self.keeper.agreed_at if agreed.attempt == self.number else None
+        return None if self.keeper is None else self.keeper.over_for(self.number)
 
     def progressed(self, refused: bool = False) -> bool:
         """A new step was completed.
@@ -112,6 +111,16 @@ class LaunchAttempt:
         if not known:
             return ""
         return "script" if left and all(entry.ended for entry in entries) else "training"
+
+    @property
+    def out_of_reach(self) -> set[int]:
+        """Ranks of this host that have not heard for long that the recovery is over; the controller cannot end them.
+
+        They hang, or were cut off.
+        """
+        over = None if self.controller is not None else self.over_for()
+        entries = self.desk.entries if over is not None and over > LEAVE else {}
+        return {rank for rank, entry in entries.items() if not entry.left and not entry.ending}
 
     def have_left(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks of this host have completed their training."""

@@ -89,6 +89,8 @@ class InPlace:
         elif attempt.keeper is not None:
             attempt.keeper.can_fork(m.Forks(attempt=attempt.number, cannot=self._warm.cannot_fork))
             self._kill_lost()
+            for rank in attempt.out_of_reach & {worker.global_rank for worker in self._group.workers}:
+                self._kill(rank, "does not hear that the recovery is over")
 
     def offer_in_time(self) -> None:
         """A rank has ended before the first look at its incarnation: the others wait for what can be done."""
@@ -172,10 +174,13 @@ class InPlace:
             return
         self._killed = again.incarnation
         for rank in self._lost(again):
-            handler = self._context.subprocess_handlers[self._local(rank)]
-            if handler.proc.poll() is None:
-                log.warning("killing rank %d, which gets a new process", rank)
-                handler.proc.kill()
+            self._kill(rank, "gets a new process")
+
+    def _kill(self, rank: int, which: str) -> None:
+        handler = self._context.subprocess_handlers[self._local(rank)]
+        if handler.proc.poll() is None:
+            log.warning("killing rank %d, which %s", rank, which)
+            handler.proc.kill()
 
     @property
     def undecided(self) -> bool:

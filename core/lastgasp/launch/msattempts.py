@@ -164,7 +164,14 @@ class MsAttempts:
 
     def over_for(self) -> float | None:
         """Seconds since the recovery ended, as far as this node knows."""
-        return None if self._controller is None else self._controller.over_for(self.number)
+        if self._controller is not None:
+            return self._controller.over_for(self.number)
+        return None if self._keeper is None else self._keeper.over_for(self.number)
+
+    def abandoned(self, seconds: float) -> bool:
+        """The recovery ended longer ago than that: ranks of this node that still run are for this launcher to end."""
+        over = None if self._controller is not None else self.over_for()
+        return over is not None and over > seconds
 
     def progressed(self, codes: Collection[int | None]) -> bool:
         """A new step was completed, as far as this node knows.

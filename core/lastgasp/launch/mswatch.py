@@ -147,10 +147,10 @@ class Watch:
             self._manager.start_scheduler()
 
     def _good(self) -> bool:
-        """Wait until all have succeeded, or one has failed, or this launcher is asked to stop."""
+        """Wait until all have succeeded, or one has failed or hangs, or this launcher is asked to stop."""
         while self._told is None:
             codes = [worker.code() for worker in self._workers]
-            if any(codes):
+            if any(codes) or self._attempts.abandoned(LEAVE):
                 return False
             if all(code == 0 for code in codes):
                 return True
