@@ -220,3 +220,26 @@ def test_a_model_with_a_save_pretrained_of_its_own_is_saved_as_trainer_saves_it(
         one.train()
     assert (tmp_path / "d/checkpoint-5/model.safetensors").exists()
     assert _differences(outcome(one, one.train().training_loss), expected) == []
+
+
+def test_weights_alone_are_not_written_into_a_good_checkpoint(tmp_path: Path) -> None:
+    """save_only_model: a gasp is resumed from where Trainer was to save."""
+    one = trainer(tmp_path, LastGasp(), StopsInEvaluation(4), Breaks(6), save_only_model=True)
+    for _ in range(2):
+        with pytest.raises(InjectedFault):
+            one.train()
+    listed = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert listed.exit_code == 0, listed.output
+    assert "checkpoint-4" in listed.output
+
+
+def test_weights_alone_are_no_part_of_an_abandoned_checkpoint(tmp_path: Path) -> None:
+    """They are of another run than its optimizer."""
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, LastGasp(), StopsInEvaluation(4)).train()
+    new_process()
+    trainer(tmp_path, LastGasp(resume="never"), save_only_model=True, max_steps=4).train()
+    assert not (tmp_path / "checkpoint-4.manifest.json").exists()
+    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert "model.safetensors" in names
+    assert not names & {"optimizer.pt", "lastgasp.pt"}

@@ -19,7 +19,7 @@ from lastgasp.adapter.torch import as_tensor, decode_aux, with_added
 
 LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
 FORMAT, VERSION = "transformers", 1
-_RECORD = "lastgasp.pt"
+_RECORD, _OPTIMIZER = "lastgasp.pt", "optimizer.pt"
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """As Trainer's own just-in-time checkpoint has it; it is there while ranks write."""
 Record = dict[str, Any]
@@ -50,7 +50,7 @@ class Policy(adapter.SelectionPolicy):
 
     def candidates(self, own: bool) -> list[checkpoint.Candidate]:
         """Those that training can be resumed from."""
-        found = [(one, one.path / "optimizer.pt", one.path / _INCOMPLETE) for one in super().candidates(own)]
+        found = [(one, one.path / _OPTIMIZER, one.path / _INCOMPLETE) for one in super().candidates(own)]
         return [one for one, full, cut in found if one.manifest is not None or (full.exists() and not cut.exists())]
 
 
@@ -72,6 +72,11 @@ class OwnSaves(adapter.NativeManifests):
         LAYOUT.manifest_path(path).unlink(missing_ok=True)
         path.mkdir(parents=True, exist_ok=True)
         (path / _INCOMPLETE).write_text("Trainer is writing this checkpoint, or was killed while it did.\n")
+
+    def forget(self, path: Path) -> None:
+        """On rank 0: Trainer writes alone, and perhaps only weights, which belong to nothing that stands there."""
+        for stale in (LAYOUT.manifest_path(path), path / _RECORD, path / _OPTIMIZER):
+            stale.unlink(missing_ok=True)
 
     def add_aux(self, save: adapter.NativeSave, aux: Mapping[int, bytes]) -> None:
         """On rank 0, when all ranks have written."""
@@ -121,7 +126,7 @@ def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Reco
     if processing is not None:
         processing.save_pretrained(folder)
     one = record["world_size"] == 1
-    files = {"training_args.bin": trainer.args, "optimizer.pt": dump["optimizer"], "scheduler.pt": dump["scheduler"],
+    files = {"training_args.bin": trainer.args, _OPTIMIZER: dump["optimizer"], "scheduler.pt": dump["scheduler"],
              "scaler.pt": dump["scaler"], _RECORD: record}  # fmt: skip
     for rank, data in record["small"].items():
         files["rng_state.pth" if one else f"rng_state_{rank}.pth"] = _random_state(decode_aux(data).rng, one)

@@ -297,11 +297,15 @@ class Run:
 
     def _around_save_checkpoint(self, original: Any, *args: Any) -> None:
         self._call = partial(original, *args)
-        at_boundary = self._trainer.state.global_step == self.step and self.training.known
-        if self._trainer.args.save_only_model or not at_boundary:
-            self._call()
-        else:
+        args, step = self._trainer.args, self._trainer.state.global_step
+        path = path_of(Path(args.output_dir).absolute(), step)
+        kept = not args.save_only_model or path.resolve() in self._good
+        if kept and step == self.step and self.training.known:
             self.save()
+            return
+        if self.rank == 0:
+            self._saves.forget(path)
+        self._call()
 
     def save(self) -> None:
         """Trainer's own save of the last step, with a manifest. All ranks call it together."""
