@@ -207,3 +207,80 @@ def test_what_an_optimizer_holds_beside_its_state_is_named(make: Any, named: str
     optimizer.step()
     note = unsaved.note()
     assert note.startswith(f"optimizers hold what their state_dict lacks: {named}. ") if named else note == ""
+
+
+class Metric(nn.Module):
+    """As those of torchmetrics are made: states that are no buffers, and a count of their updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults, self._update_count = {"total": torch.zeros(()), "rows": []}, 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.rows, self._update_count = torch.zeros(()), list[Any](), 0
+
+    def update(self, value: float) -> None:
+        self.total, self._update_count = self.total + value, self._update_count + 1
+
+
+class Holds:
+    """What callbacks do: modules that are in no tree, alone and in containers."""
+
+    def __init__(self, tree: nn.Module) -> None:
+        self.ema, self.teachers = nn.Linear(2, 2), [nn.Linear(300, 300)]
+        self.metrics = {"train": {"mean": Metric()}}
+        self.helper = Holder()
+        self.frozen, self.same, self.wrapped = nn.Linear(2, 2), tree, nn.Sequential(tree)
+
+
+class Holder:
+    """An average in an object of its own."""
+
+    def __init__(self) -> None:
+        self.shadow = nn.BatchNorm1d(2)
+
+
+class SavesShadow(Holder):
+    """Somebody saves it."""
+
+    def state_dict(self) -> Any:
+        return self.shadow.state_dict()
+
+
+def test_modules_outside_of_the_tree_are_named_once_training_has_changed_them() -> None:
+    tree = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    holds, saves = Holds(tree), SavesShadow()
+    other = Holds(tree)
+    vars(other)["saves"] = saves
+    unsaved = Unsaved(tree, [Root("Holds", holds), Root("Other", other)])
+    with torch.no_grad():
+        for parameter in tree.parameters():
+            parameter.add_(1)
+        tree[1].running_mean.add_(1)  # type: ignore[operator]
+        saves.shadow.weight.add_(1)
+    holds.metrics["train"]["mean"].update(3.0)
+    holds.metrics["train"]["mean"].reset()
+    assert (unsaved.note(), unsaved.modules()) == ("", [])
+    changes: dict[str, Any] = {
+        "ema": lambda: holds.ema.weight.data.mul_(0.5),  # torch does not count it
+        "teachers": lambda: holds.teachers[0].weight.data.mul_(0.5),
+        "metrics": lambda: holds.metrics["train"]["mean"].update(3.0),
+        "helper": lambda: holds.helper.shadow(torch.randn(4, 2)),
+    }
+    for count, change in enumerate(changes.values(), 1):
+        change()
+        assert unsaved.modules() == [f"Holds.{name}" for name in [*changes][:count]]
+    assert "beside their state: Holds.ema, Holds.teachers, Holds.metrics, Holds.helper. No checkpoint" in unsaved.note()
+
+
+def test_a_large_module_is_looked_at_in_bounded_time() -> None:
+    """Of each tensor a few numbers; then torch's own count of changes."""
+    holds: Any = Holder()
+    holds.shadow = nn.ParameterList([nn.Parameter(torch.zeros(8)) for _ in range(3000)])
+    holds.big = nn.Linear(2000, 2000)
+    unsaved = Unsaved(nn.Linear(1, 1), [Root("Holds", holds)])
+    with torch.no_grad():
+        holds.shadow[2999].add_(1)
+        holds.big.weight[0, 1] = 7.0
+    assert unsaved.modules() == ["Holds.shadow", "Holds.big"]

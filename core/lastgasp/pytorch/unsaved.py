@@ -9,7 +9,7 @@ import collections
 import functools
 import hashlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lastgasp.pytorch.extrastate import has_extra_state
+from lastgasp.pytorch.held_modules import HeldModules
 from lastgasp.pytorch.uservalues import Root, is_users
 
 _NAMED = 4
@@ -30,8 +31,8 @@ _CONTAINERS = (list, dict, set, collections.deque)
 class Unsaved:
     """Those of one module and all below it, and of other objects, and how they were when this was made.
 
-    Of containers the length counts. Plain values count in objects of the user's own classes alone, and in modules
-    where `get_extra_state` saves none.
+    Of containers the length counts, and modules in them that are not of the tree. Plain values count in objects of the
+    user's own classes alone, and in modules where `get_extra_state` saves none.
 
     Args:
         module: its buffers count.
@@ -41,7 +42,7 @@ class Unsaved:
 
     def __init__(self, module: nn.Module, roots: Iterable[Root] | None = None, saved: str = "get_extra_state") -> None:
         self._module, self._roots, self._saved = module, None if roots is None else list(roots), saved
-        self._before = dict(self._values())
+        self._before, self._modules_before = dict(self._values()), self._held_modules()
 
     def note(self, held: Collection[str] = ()) -> str:
         """What to note on a checkpoint; empty where nothing has changed. Any thread may ask; never raises.
@@ -50,8 +51,8 @@ class Unsaved:
             held: names of what it holds all the same.
         """
         try:
-            changed = [name for name, value in self._values() if self._before.get(name) not in (None, value)]
-            changed = [name for name in changed if name not in held]
+            values = [name for name, value in self._values() if self._before.get(name) not in (None, value)]
+            changed = [name for name in dict.fromkeys((*values, *self.modules())) if name not in held]
         except Exception:  # the user's objects, which training may be changing at this moment
             return ""
         if not changed:
@@ -61,13 +62,29 @@ class Unsaved:
                 "checkpoint holds it, so a process that begins anew has the script's. Persistent buffers are saved, "
                 f"and so is what {self._saved} returns")  # fmt: skip
 
+    def modules(self) -> list[str]:
+        """Names of attributes with modules outside of the tree that training has changed. As `note`."""
+        before = self._modules_before
+        return [name for name, value in self._held_modules().items() if before.get(name) not in (None, value)]
+
     def _values(self) -> Iterator[tuple[str, bytes]]:
         for place, one in self._module.named_modules():
             yield from _known(place, {name: one._buffers.get(name) for name in one._non_persistent_buffers_set})
+        for place, held in self._users():
+            yield from _known(place, held)
+
+    def _held_modules(self) -> dict[str, bytes]:
+        try:
+            look = HeldModules(self._module).digest
+            return {name: one for place, held in self._users() for name, one in _known(place, held, look)}
+        except Exception:  # the user's objects, which training may be changing at this moment
+            return {}
+
+    def _users(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for root in users_parts(self._module) if self._roots is None else self._roots:
             if is_users(type(root.value)):
                 held = getattr(root.value, "__dict__", {})
-                yield from _known(root.name, {name: value for name, value in held.items() if name not in root.skip})
+                yield root.name, {name: value for name, value in held.items() if name not in root.skip}
 
 
 class UnsavedData:
@@ -179,10 +196,12 @@ def users_parts(module: nn.Module) -> list[Root]:
     return [Root(name, one, _of_torch()) for name, one in found if not has_extra_state(one)]
 
 
-def _known(place: str, held: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+def _known(
+    place: str, held: dict[str, Any], digest: Callable[[Any], bytes | None] | None = None
+) -> Iterator[tuple[str, bytes]]:
     for name, value in held.items():
         try:
-            found = _digest(value)
+            found = (digest or _digest)(value)
         except Exception:  # of a tensor of the user's own kind
             continue
         if found is not None:

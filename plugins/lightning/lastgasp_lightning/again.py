@@ -210,6 +210,10 @@ def entry_of(trainer: Any) -> Entry | None:
     return entry if isinstance(kept, KeptTrainer) and kept.trainer is trainer else None
 
 
+_MODULES = ("a rank that takes another one's place begins with the script's modules in {}, which training has changed: "
+            "only those that are part of the LightningModule are handed over")  # fmt: skip
+
+
 class LightningAgain(AgainHere):
     """What a `LightningRun` keeps for the next entry, and begins with."""
 
@@ -292,7 +296,9 @@ class LightningAgain(AgainHere):
 
     def values(self) -> bytes:
         """Those of this rank."""
-        kept = self._kept
+        kept, unsaved = self._kept, self.run.unsaved
+        if names := unsaved.modules() if unsaved is not None else []:
+            self.run.session.note(_MODULES.format(", ".join(names)))
         try:
             return packed(kept.roots, kept.left_out) if kept is not None else b""
         except Exception as error:  # an object of the user's that cannot be pickled

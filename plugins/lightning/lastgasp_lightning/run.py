@@ -23,6 +23,7 @@ from lastgasp.adapter.torch import (
     WORKERS,
     GaspSource,
     Unreduced,
+    Unsaved,
     UnsavedData,
     UnsavedOptimizers,
     process_groups,
@@ -106,7 +107,7 @@ class LightningRun(Training):
         self.state.logged = self.logs.mark
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
-        self.not_saved: Callable[[frozenset[str]], str] = lambda _: ""
+        self.unsaved: Unsaved | None = None
         self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
@@ -204,7 +205,7 @@ class LightningRun(Training):
         if isinstance(source, GaspSource):
             source.carried = self.carried.written
             life.on_close(before_calls(self.trainer.fit_loop, "on_advance_start", self.carried.starts))
-        source.present, self.not_saved = self.selector.present, unsaved_of(self.trainer).note
+        source.present, self.unsaved = self.selector.present, unsaved_of(self.trainer)
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
@@ -309,6 +310,10 @@ class LightningRun(Training):
             checkpoint[KEY]["not_saved"] = self.not_saved(names)
         return checkpoint
 
+    def not_saved(self, carried: frozenset[str] = frozenset()) -> str:
+        """As `Unsaved.note`."""
+        return self.unsaved.note(carried) if self.unsaved is not None else ""
+
     def note_unsaved(self, carried: frozenset[str] = frozenset()) -> None:
         """A gasp is written, with which a new process is to begin: note what it does not have."""
         if note := self.not_saved(carried):
@@ -327,7 +332,7 @@ class LightningRun(Training):
         """As `LightningState.annotate`; who resumes is told what the checkpoint does not have."""
         self.state.annotate(checkpoint)
         if KEY in checkpoint:
-            checkpoint[KEY]["not_saved"] = "; ".join(filter(None, (self.not_saved(frozenset()), *self._lost())))
+            checkpoint[KEY]["not_saved"] = "; ".join(filter(None, (self.not_saved(), *self._lost())))
             self._with_samples(checkpoint, checkpoint[KEY]["step"])
 
     def digests(self) -> Digests:

@@ -1,0 +1,66 @@
+"""What callbacks keep beside the module's state, of the kinds that a checkpoint does not have or has otherwise."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from frameworks.fit_rig import Job, Small, fit
+from lastgasp_lightning import LastGasp
+from support.launchers import incidents
+
+
+def notes_of(job: Job) -> str:
+    return " ".join(incidents(job.folder / "ckpts")[-1].notes)
+
+
+class Ema(L.Callback):
+    """Averaged weights outside of the module, as they are often written, and a frozen copy."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.ema, self.first = copy.deepcopy(pl_module.net), [copy.deepcopy(pl_module.net)]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: object) -> None:
+        for mine, theirs in zip(self.ema.parameters(), pl_module.net.parameters(), strict=True):  # type: ignore[union-attr]
+            mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+class Means(Small):
+    """A metric in a dict, where the module does not have it as its part; another one where it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means, self.mean = {"loss": MeanMetric()}, MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.means["loss"].update(loss.detach())
+        self.mean.update(loss.detach())
+        return loss
+
+
+class Gives(L.Callback):
+    """As where another rank gets its values."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
+        (gasp,) = (cb for cb in trainer.callbacks if isinstance(cb, LastGasp))  # type: ignore[attr-defined]
+        if trainer.global_step == 4:
+            assert gasp._run is not None
+            gasp._run._again_here.values()
+
+
+def test_modules_that_are_not_of_the_module_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    assert not fit(job.make(Ema(), Gives(), strike=4), Means())
+    notes = notes_of(job)
+    assert "beside their state: Means.means, Ema.ema. No checkpoint" in notes
+    assert "the script's modules in Means.means, Ema.ema, which training has changed" in notes
+    job.restart()
+    assert fit(job.make(Ema(), Gives()), Means())
+    assert "begin anew, without what they had in this epoch: mean" in caplog.text, "and this is known by itself"
