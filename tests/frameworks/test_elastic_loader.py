@@ -66,6 +66,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_global_batch(canonical: bool,
             assert [len(batch) for batch in batches] == ([2, 2, 2, 2] if step.offset < 16 else [1, 2, 1, 2])
             for own, p in zip(summed, model.parameters(), strict=True):
                 torch.testing.assert_close(own, p.grad)
+            model.zero_grad()
     assert (loader.used["steps"], loader.used["samples"], len(loader)) == (3, SAMPLES, 3)
 
 
@@ -84,6 +85,7 @@ def test_random_numbers_come_with_the_micro_batch(workers: int, tmp_path: Path) 
                 for batch in step:
                     learn(loader.model, batch)
                     found += [batch.tolist(), float(torch.rand(())), random.random(), float(np.random.rand())]
+                loader.model.zero_grad()
                 found.append(random.random())
         return found
 
@@ -98,6 +100,7 @@ def test_parameters_without_a_gradient_have_none(tmp_path: Path) -> None:
             for batch in step:
                 learn(model["used"], batch)
             assert [p.grad is None for p in model.parameters()] == [bool(number), False, True, True]
+            model.zero_grad()
             model["used"].weight.requires_grad_(False)  # from the next step on
 
 
@@ -195,3 +198,60 @@ def test_what_cannot_be_done_is_refused_at_once(tmp_path: Path) -> None:
         Session.open(tmp_path, state=TorchState(loader.model)) as s,
     ):
         next(iter(s.batches(loader)))
+
+
+class Counting(nn.Linear):
+    """Assigns its buffer anew, as code of normalisers and codebooks does."""
+
+    seen: Tensor
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__(4, 1)
+        self.anew = anew
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.anew:
+            self.seen = self.seen + x[:, 0].sum()
+        else:
+            self.seen.add_(x[:, 0].sum())
+        return super().forward(x)
+
+
+def test_buffers_that_a_module_assigns_anew_are_the_same_in_the_end(tmp_path: Path) -> None:
+    """Each micro-batch begins with those of the step's beginning; what the first one makes of them stays."""
+    found = []
+    for anew in (False, True):
+        loader = loader_of(Counting(anew))
+        optimizer = torch.optim.SGD(loader.model.parameters(), lr=0.0)
+        found.append(values := list[float]())
+        with opened(tmp_path / str(anew), loader, optimizer) as s:
+            for step in s.batches(loader):
+                for batch in step:
+                    learn(loader.model, batch)
+                optimizer.step()
+                values.append(float(next(loader.model.buffers())))
+    assert found[0] == found[1] and len(set(found[0])) > 1
+
+
+def test_gradients_that_no_update_has_used_are_not_thrown_away_in_silence(tmp_path: Path) -> None:
+    """A step that a GradScaler has skipped, and whose gradients were dropped, is none of them."""
+    for drops in (True, False):
+        loader = loader_of()
+        optimizer = torch.optim.SGD(loader.model.parameters(), lr=0.1)
+
+        def train(loader: ElasticLoader, optimizer: Any, drops: bool) -> None:
+            with opened(tmp_path / str(drops), loader, optimizer) as s:
+                for number, step in enumerate(s.batches(loader)):
+                    if drops:
+                        optimizer.zero_grad(set_to_none=bool(number % 2))
+                    for batch in step:
+                        learn(loader.model, batch)
+                    if number > 2:
+                        optimizer.step()
+
+        if drops:
+            train(loader, optimizer, drops)
+        else:
+            with pytest.raises(UsageError, match="no update has used them"):
+                train(loader, optimizer, drops)

@@ -687,3 +687,31 @@ def test_ranks_that_do_not_come_together_cost_a_checkpoint_not_the_job(
             step(session, state)
     assert "no checkpoint of this step (ranks [1] did not arrive" in caplog.text
     assert [one.step for one in candidates([tmp_path], LAYOUT)] == [4]
+
+
+class Masked(nn.Linear):
+    """Makes a buffer in its first forward pass, and a longer one later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (mask := self._buffers.get("mask")) is None or len(mask) < len(x):
+            self.register_buffer("mask", mask := torch.ones(len(x)), persistent=False)
+        return super().forward(x) * mask[: len(x), None]
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_buffer_that_is_made_before_training_is_the_scripts_own(made: bool, tmp_path: Path) -> None:
+    """An evaluation before the first step of a resumed run has made it, or a longer one than there was."""
+    data = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
+    for most, evaluated in ((2, 3), (4, 5)):
+        model = Masked(4, 1)
+        with torch.no_grad():
+            model(torch.ones(int(made), 4))
+        state = trained(model)
+        with Session.open(tmp_path, state=state, every=1, max_steps=most) as session:
+            with torch.no_grad():
+                model(torch.ones(evaluated, 4))
+            for _ in session.epochs(9):
+                for [batch] in session.batches(data):
+                    backward(model(batch).sum())
+                    step(session, state)
+    assert session.step == 4

@@ -15,6 +15,7 @@ from lastgasp.checkpoint import Provenance, SingleFile, Staged, candidates, newe
 from lastgasp.cli import main
 from lastgasp.cli._layouts import PLAIN
 from lastgasp.mindspore.layout import LEGACY, LegacyName
+from lastgasp.pytorch import save
 from lastgasp.testing import corrupt
 from support.mindspore_files import state, write
 
@@ -68,6 +69,18 @@ def test_what_is_incomplete_is_refused_and_left_as_it_is(tmp_path: Path) -> None
     assert "mp_rank_00/model_optim_rng.pt: is not a complete file of torch.save" in rows["iter_0000030"][1]
     assert "archive/data/0 has a wrong checksum" in rows["iter_0000020"][1]
     assert len(list(tmp_path.glob("*.manifest.json"))) == 1
+
+
+def test_what_lastgasp_itself_has_written_is_whole_without_its_manifest(tmp_path: Path) -> None:
+    """Copied somewhere without it: such files carry no checksums of their own."""
+    torch = pytest.importorskip("torch")
+    save({"weight": torch.ones(3)}, tmp_path / "step-5.pt")
+    manifest = tmp_path / "step-5.pt.manifest.json"
+    manifest.unlink()
+    assert run("manifest", tmp_path) == (0, {"step-5.pt": ("written", "")})
+    corrupt.truncate(tmp_path / "step-5.pt", 50)
+    manifest.unlink()
+    assert "is not a complete file" in run("manifest", tmp_path)[1]["step-5.pt"][1]
 
 
 def plain(directory: Path, name: str, age_s: int = 0) -> Path:

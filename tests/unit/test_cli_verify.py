@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from lastgasp.checkpoint import Provenance, SingleFile, Staged, candidates, quarantine
+from lastgasp.checkpoint import DirectoryLayout, Provenance, SingleFile, Staged, candidates, quarantine
 from lastgasp.checkpoint.moving import set_aside
 from lastgasp.cli import main
 from lastgasp.testing.corrupt import flip_bit
@@ -77,6 +78,33 @@ def test_weights_beside_a_framework_s_checkpoints_are_none(tmp_path: Path) -> No
     assert (code, [row["step"] for row in document["checkpoints"]]) == (0, [10])
     (tmp_path / "final.pt.manifest.json").write_bytes(b"torn")
     assert run_json(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("suffix", ["dcp", "zero"])
+def test_directories_of_a_loop_are_read(suffix: str, tmp_path: Path) -> None:
+    """Of sharded models and of DeepSpeed; weights that the user has put beside them are none."""
+    for step in (12, 24):
+        path = tmp_path / f"gasp-step={step:08d}.{suffix}"
+        with Staged(path, DirectoryLayout(f"*.{suffix}")) as staged:
+            staged.open(f"{path.name}/part").write(bytes(4096))
+            staged.publish(Provenance(format="test", step=step, kind="gasp", job="j"))
+    (tmp_path / "final.pt").write_bytes(b"exported")
+    flip_bit(path / "part", 3000)
+    code, document = run_json(tmp_path)
+    assert code == 1
+    assert [(row["step"], row["state"]) for row in document["checkpoints"]] == [(24, "damaged"), (12, "good")]
+
+
+def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "step=00000005.pt"
+    with Staged(path, SingleFile(".pt")) as staged:
+        staged.open().write(b"x" * 100)
+        staged.publish(Provenance(format="test", step=5, kind="gasp", job="j"))
+    (tmp_path / "final.pt").write_bytes(b"exported")
+    manifest = tmp_path / f"{path.name}.manifest.json"
+    manifest.write_text(re.sub('"version": [0-9]', '"version": 9', manifest.read_text(), count=1))
+    code, document = run_json(tmp_path)
+    assert (code, [row["state"] for row in document["checkpoints"]]) == (1, ["unreadable"])
 
 
 def test_quarantined_ones_are_listed_and_do_not_count(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lastgasp.mindspore.modelcheckpoint import ModelCheckpointLayout, layouts_in
 from lastgasp.mindspore.probe import told_step
 from lastgasp.ports import Layout
 from lastgasp.pytorch.layout import PlainFiles
+from lastgasp.pytorch.loop.files import LAYOUT as LOOP
 from lastgasp.tensorflow.layout import LAYOUT
 
 LIGHTNING, MEGATRON, PLAIN = DirectoryLayout("*.ckpt"), DirectoryLayout("iter_*"), PlainFiles()
@@ -27,6 +28,9 @@ LAYOUTS: dict[str, Layout] = {
     "megatron": MEGATRON,
     "transformers": TRANSFORMERS,
     "tensorflow": LAYOUT,
+    "pytorch-sharded": DirectoryLayout("*step=*.dcp"),
+    "deepspeed": DirectoryLayout("*step=*.zero"),
+    "pytorch-loop": LOOP,
     "pytorch": PLAIN,
 }
 """By the name of their format. What two of them find belongs to the first."""
@@ -58,7 +62,7 @@ def _by_torch(path: Path) -> bool:
 
 
 def _only_exported(item: tuple[str, Layout, Candidate], all_of_them: list[tuple[str, Layout, Candidate]]) -> bool:
-    """A plain file without a manifest beside a framework's checkpoints: weights put there by the user."""
+    """A plain file without a manifest beside a framework's or a loop's checkpoints: weights put there by the user."""
     _, layout, candidate = item
     bare = layout is PLAIN and candidate.manifest is None and not layout.manifest_path(candidate.path).exists()
     return bare and any(other is not PLAIN for _, other, _ in all_of_them)
@@ -74,5 +78,5 @@ def _with_step(layout: Layout, candidate: Candidate) -> Candidate:
 def nothing_in(directory: Path) -> ConfigError:
     """The error for a directory without checkpoints."""
     allowed = "a directory with *.ckpt, *.pt or *.pth files, TensorFlow's *.index with *.data-*, MindFormers' rank_* "
-    allowed += "or iteration_*, iter_* directories, or checkpoint-N directories of Trainer's"
+    allowed += "or iteration_*, iter_* directories, checkpoint-N directories of Trainer's, or a loop's *.dcp or *.zero"
     return ConfigError("DIR", str(directory), allowed, "Give the checkpoint directory.")

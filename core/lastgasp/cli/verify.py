@@ -118,7 +118,9 @@ def _state(verdict: Verdict) -> State:
     kinds = {damage.kind for damage in verdict.damages}
     if kinds == {"no_manifest"}:
         return "no manifest"
-    return "unreadable" if kinds == {"unreadable"} else "damaged"
+    # What cannot be read now, or not by this version, is not known to be damaged.
+    bad = [d for d in verdict.damages if d.kind != "unreadable" and (d.kind != "bad_manifest" or d.proven)]
+    return "damaged" if bad else "unreadable"
 
 
 def _print(report: Report) -> None:

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 from lastgasp.errors import UsageError
 
+UNUSED = (
+    "the gradients of the step before are still there, and no update has used them: the gradient of this step takes "
+    "their place. Call optimizer.step() in each step of an ElasticLoader, or zero_grad() to drop them; a larger "
+    "batch_size stands for accumulation"
+)
+
 
 class _Kind:
     """The parameters of one kind of number on one device, laid out one after the other."""
@@ -61,6 +67,7 @@ class GradientSum:
         self._kinds = [_Kind(places, [self._parameters[n] for n in places], self._world) for places in kinds.values()]
         self._rows = [[kind.new() for _ in (self._mine if self._canonical else [0])] for kind in self._kinds]
         self._used = [0] * len(self._parameters)
+        self._finished = -1
 
     def changes(self) -> int:
         """Changes with every change of a parameter."""
@@ -72,7 +79,14 @@ class GradientSum:
             parameter.grad = None
 
     def begin(self) -> None:
-        """A step begins, perhaps with other parameters that are trained."""
+        """A step begins, perhaps with other parameters that are trained.
+
+        Raises:
+            UsageError: no update has used the gradients of the step before.
+        """
+        left = self._finished == self.changes() and [p.grad for p in self._parameters if p.grad is not None]
+        if left and any(bool(grad.any()) for grad in left):
+            raise UsageError(UNUSED)
         if [p.requires_grad for p in self._all] != self._trained:
             self._lay_out()
         self.clear()
@@ -113,6 +127,7 @@ class GradientSum:
             sum_ = self._in_order(rows, kind.part) if self._canonical else self._anyhow(rows[0])
             for place, parameter, view in zip(kind.places, kind.parameters, kind.views(sum_), strict=True):
                 parameter.grad = view if used[place] else None
+        self._finished = self.changes()
         return numbers[: len(told)]
 
     def _agreed(self, numbers: list[int]) -> list[int]:

@@ -342,7 +342,8 @@ class TorchState:
 
         def fill() -> None:
             for name, value in self.container.named_buffers():
-                value.detach().copy_(kept[name])
+                if name in kept and kept[name].shape == value.shape:  # else made since then, by the user's own code
+                    value.detach().copy_(kept[name])
             self.extra_states.restore(modules)
             for optimizer, saved in zip(self.optimizers.values(), groups, strict=True):
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
