@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.cli import main
+from lastgasp.errors import DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
 from lastgasp_transformers.files import OwnSaves
@@ -243,3 +244,32 @@ def test_weights_alone_are_no_part_of_an_abandoned_checkpoint(tmp_path: Path) ->
     names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert "model.safetensors" in names
     assert not names & {"optimizer.pt", "lastgasp.pt"}
+
+
+def test_checkpoints_of_weights_alone_are_not_passed_over_unseen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainer resumes from them, without the optimizer: asked to, lastgasp refuses, and does it for a path."""
+    trainer(tmp_path, save_only_model=True, max_steps=4).train()
+    one = trainer(tmp_path, LastGasp())
+    with pytest.raises(NoGoodCheckpoint, match=r"weights alone") as refused:
+        one.train(resume_from_checkpoint=True)
+    assert "checkpoint-4" in str(refused.value)
+    assert "resume_from_checkpoint=<path>" in str(refused.value)
+    new_process()
+    trainer(tmp_path, LastGasp(), max_steps=1).train()
+    assert caplog.text.count("weights alone") == 1
+    new_process()
+    named = trainer(tmp_path, LastGasp(), Breaks(6))
+    with pytest.raises(InjectedFault):
+        named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert named.state.global_step == 6
+
+
+def test_an_incomplete_checkpoint_is_not_loaded_by_its_name(tmp_path: Path) -> None:
+    trainer(tmp_path, LastGasp(), max_steps=4).train()
+    (tmp_path / "checkpoint-4.manifest.json").unlink()
+    (tmp_path / "checkpoint-4/checkpoint-is-incomplete.txt").touch()
+    new_process()
+    with pytest.raises(DamagedCheckpoint, match="incomplete"):
+        trainer(tmp_path, LastGasp()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))

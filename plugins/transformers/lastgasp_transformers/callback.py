@@ -102,10 +102,14 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     named = {"resume": os.fspath(path)} if isinstance(path, str | os.PathLike) else {}
     config, again = gasp.config(trainer.args.output_dir, **named), TrainAgain(trainer, gasp.recovery)
     again.meet()
+
+    def begin(checkpoint: str | None) -> Any:
+        return call(**(given | {"resume_from_checkpoint": checkpoint}))
+
     while True:
         run = gasp.run = Run(trainer, config, gasp.marks, given.get("trial"), again.offer)
         try:
-            result = run.train(lambda checkpoint: call(**(given | {"resume_from_checkpoint": checkpoint})))
+            result = run.train(begin, wanted=path is True)
         except BaseException as error:
             run.core.failed(error)
             del run

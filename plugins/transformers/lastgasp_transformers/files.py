@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +24,14 @@ FORMAT, VERSION = "transformers", 1
 _RECORD, _OPTIMIZER = "lastgasp.pt", "optimizer.pt"
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """As Trainer's own just-in-time checkpoint has it; it is there while ranks write."""
+_WEIGHTS_ALONE = "has weights alone, or is incomplete: there is no optimizer.pt"
+_BY_PATH = (
+    "Refusing to start from scratch over them. Give resume_from_checkpoint=<path> to begin with one of them and a new "
+    "optimizer, or leave it out to start anew."
+)
 Record = dict[str, Any]
+
+log = logging.getLogger("lastgasp")
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -46,12 +55,47 @@ def read_record(path: Path) -> Record | None:
 
 
 class Policy(adapter.SelectionPolicy):
-    """Checkpoints that a killed process has left incomplete, and those of weights alone, are none."""
+    """Checkpoints that a killed process has left incomplete, and those of weights alone, are none.
+
+    Attributes:
+        wanted: the user has said that there is one (`resume_from_checkpoint=True`).
+    """
+
+    wanted = False
+    _weights: tuple[Path, ...] = ()
 
     def candidates(self, own: bool) -> list[checkpoint.Candidate]:
         """Those that training can be resumed from."""
-        found = [(one, one.path / _OPTIMIZER, one.path / _INCOMPLETE) for one in super().candidates(own)]
-        return [one for one, full, cut in found if one.manifest is not None or (full.exists() and not cut.exists())]
+        found = super().candidates(own)
+        bare = [one.path for one in found if one.manifest is None and not (one.path / _INCOMPLETE).exists()]
+        self._weights = tuple(path for path in bare if not (path / _OPTIMIZER).exists())
+        whole = {*bare} - {*self._weights}
+        return [one for one in found if one.manifest is not None or one.path in whole]
+
+    def named(self, path: Path) -> checkpoint.Candidate:
+        """As ever, but for an incomplete one."""
+        found = super().named(path)
+        if found.manifest is None and (path / _INCOMPLETE).exists():
+            problem = f"it is incomplete: the process that wrote it was killed ({_INCOMPLETE} lies in it)"
+            return dataclasses.replace(found, problem=found.problem or problem)
+        return found
+
+    def lost(self, agreement: checkpoint.Agreement, gather: adapter.Gather) -> dict[str, str]:
+        """Also checkpoints of weights alone, where the user has asked for one."""
+        found = super().lost(agreement, gather)
+        if found or not self.wanted or self.place.restarted:
+            return found
+        return {str(path): _WEIGHTS_ALONE for path in self._weights}
+
+    def remedy(self, agreement: checkpoint.Agreement) -> str:
+        """A path is what Trainer takes for them."""
+        return _BY_PATH if self._weights and not agreement.rejected else super().remedy(agreement)
+
+    def begins_from_scratch(self) -> None:
+        """Say what is not used."""
+        if self._weights and self.place.rank == 0:
+            newest, others = self._weights[0], len(self._weights) - 1
+            log.warning("training begins from scratch: %s (and %d more) %s", newest, others, _WEIGHTS_ALONE)
 
 
 class OwnSaves(adapter.NativeManifests):

@@ -118,11 +118,16 @@ class Run:
 
     # -- start --------------------------------------------------------------------------------------------
 
-    def train(self, call: Callable[[str | None], Any]) -> Any:
-        """Choose what to resume from, and call `Trainer.train` with it."""
+    def train(self, call: Callable[[str | None], Any], wanted: bool = False) -> Any:
+        """Choose what to resume from, and call `Trainer.train` with it.
+
+        Args:
+            wanted: the user has said that there is something (`resume_from_checkpoint=True`).
+        """
         config, place = self.core.config, self.core.place
         folders = dict.fromkeys([config.directory, self._own])
         policy = Policy(config, place, [*folders], LAYOUT, shared.local(place), fit=self._fit, note=self.session.note)
+        policy.wanted = wanted
         selector = adapter.CheckpointSelector(policy, self.session.gather, shared.is_about_content)
         chosen = selector.load(self._load)
         if chosen is not None and policy.several and not selector.named:
@@ -297,9 +302,9 @@ class Run:
 
     def _around_save_checkpoint(self, original: Any, *args: Any) -> None:
         self._call = partial(original, *args)
-        args, step = self._trainer.args, self._trainer.state.global_step
-        path = path_of(Path(args.output_dir).absolute(), step)
-        kept = not args.save_only_model or path.resolve() in self._good
+        wanted, step = self._trainer.args, self._trainer.state.global_step
+        path = path_of(Path(wanted.output_dir).absolute(), step)
+        kept = not wanted.save_only_model or path.resolve() in self._good
         if kept and step == self.step and self.training.known:
             self.save()
             return
