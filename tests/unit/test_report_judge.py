@@ -240,6 +240,18 @@ def test_a_rank_with_too_few_steps_is_left_out_and_the_others_are_judged() -> No
     assert verdict.steps > 150
 
 
+def test_a_rank_whose_files_end_does_not_end_the_judgement() -> None:
+    """Its host was lost, or its disk is full; the others went on, and one of them is slow since then."""
+    job = job_of(Shape(steps=400, slow={1: {"data": 0.015}}, slow_from=250), 1)
+    ended = job_of(Shape(steps=250), 1).ranks[3]
+    for last in (None, 100):
+        verdict = verdict_on(replace(job, ranks={**job.ranks, 3: ended}), last=last)
+        assert named(verdict) == [(1, "data")]
+        assert verdict.last > 390
+        [text] = [text for text in verdict.unjudged if text.startswith("rank 3 has too few")]
+        assert "its newest one is 24" in text or "its newest one is 25" in text
+
+
 def test_only_the_newest_steps() -> None:
     job = job_of(Shape(steps=400, slow={2: {"data": 0.015}}, slow_from=250), 1)
     assert named(verdict_on(job, last=100)) == [(2, "data")]

@@ -80,6 +80,8 @@ def last_incident(where: Path) -> tuple[Path, Incident]:
         why = f" ({'; '.join(bad)})" if bad else ""
         raise ConfigError("DIR", str(where), f"a directory with incidents/ID.json{why}",
                           "Give the checkpoint directory of a job that had a fault.")  # fmt: skip
+    if bad:
+        click.echo(f"could not be read, and may be newer: {'; '.join(bad)}", err=True)
     _, path, record = max(found, key=lambda item: item[:2])
     return path, record
 

@@ -71,7 +71,10 @@ def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
 
 
 def _why_not(sample: Sample) -> list[str]:
-    found = [f"rank {rank} has too few of the steps that the others have, and is left out" for rank in sample.left_out]
+    found = [
+        f"rank {rank} has too few of the steps that the others have, and is left out; its newest one is {newest}"
+        for rank, newest in sample.left_out.items()
+    ]
     names = numbers(sample.ranks) if sample.ranks else "all ranks"
     if sample.count < MIN_STEPS:
         found.append(f"{names}: {sample.count} steps in common after the warm-up; {MIN_STEPS} are needed to judge")

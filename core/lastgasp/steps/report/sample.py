@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .job import Job, RankData
 from .lateness import Members, lateness, synchronising
@@ -26,6 +26,8 @@ WARM_UP, WARM_UP_SHORT, SHORT_JOB = 10, 3, 100
 of fewer than `SHORT_JOB` steps."""
 COVERAGE = 0.5
 """A rank with less than this share of the steps of most ranks is left out, with a remark."""
+BEHIND = 0.05
+"""So is one whose newest step is further back than this share of the steps (and two blocks): its files end there."""
 COLUMNS = ("time", "period", "data", "forward", "backward", "optimizer", "forward_own", "backward_own")
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -62,7 +64,7 @@ class Sample:
         first, last: the first and last number of these; 0 without any.
         own: the columns `COLUMNS`; NaN in `backward_own` where its collectives are not marked.
         late: the column `late`, of the steps that have collectives on all ranks; None where there are none.
-        left_out: ranks with too few of the steps.
+        left_out: ranks with too few of the steps, or whose steps end before those of the others: rank -> its newest.
     """
 
     ranks: tuple[int, ...]
@@ -73,7 +75,7 @@ class Sample:
     last: int
     own: Blocks
     late: Blocks | None = None
-    left_out: tuple[int, ...] = ()
+    left_out: Mapping[int, int] = field(default_factory=dict)
 
 
 def samples(job: Job, last: int | None = None) -> list[Sample]:
@@ -100,7 +102,9 @@ def peers(ranks: Mapping[int, RankData]) -> list[tuple[int, ...]]:
 def _sample(job: Job, ranks: Sequence[int], last: int | None) -> Sample:
     warm = {rank: _warm(job.ranks[rank]) for rank in ranks}
     usual = sorted(map(len, warm.values()))[len(warm) // 2]
-    kept = [rank for rank in ranks if warm[rank] and len(warm[rank]) >= COVERAGE * usual]
+    newest = {rank: max(warm[rank], default=0) for rank in ranks}
+    since = sorted(newest.values())[len(newest) // 2] - max(2 * BLOCK, BEHIND * usual)
+    kept = [rank for rank in ranks if warm[rank] and len(warm[rank]) >= COVERAGE * usual and newest[rank] >= since]
     common = sorted(set.intersection(*(set(warm[rank]) for rank in kept))) if kept else []
     common = common[-last:] if last is not None else common
     places = {rank: warm[rank] for rank in kept}
@@ -116,7 +120,7 @@ def _sample(job: Job, ranks: Sequence[int], last: int | None) -> Sample:
         common[-1] if common else 0,
         _own(job, places, common),
         _late(job, places, common) if len(kept) > 1 else None,
-        tuple(rank for rank in ranks if rank not in kept),
+        {rank: newest[rank] for rank in ranks if rank not in kept},
     )
 
 
