@@ -131,8 +131,8 @@ class ElasticLoader:
     def told(self) -> str:
         """For people: which samples were used so far."""
         used = self.used
-        return (f"{used['samples']} samples were used in {used['steps']} steps, each once as they are due: digest "
-                f"{used['digest'] or 'none'}")  # fmt: skip
+        return (f"{used['samples']} samples were used in {used['steps']} steps, each once as they are due: digest of "
+                f"their numbers {used['digest'] or 'none'}")  # fmt: skip
 
     # -- a pass -------------------------------------------------------------------------------------------
 
