@@ -273,3 +273,32 @@ def test_an_incomplete_checkpoint_is_not_loaded_by_its_name(tmp_path: Path) -> N
     new_process()
     with pytest.raises(DamagedCheckpoint, match="incomplete"):
         trainer(tmp_path, LastGasp()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_trainer_that_trains_on_resumes_from_what_it_has_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With resume_from_checkpoint=True, as Trainer does; also in a restart of the job."""
+
+    def train(folder: Path, *callbacks: Any) -> dict[str, torch.Tensor]:
+        new_process()
+        one = trainer(folder, *callbacks, num_train_epochs=1.0)
+        one.train_dataset = Tokens(12)
+        one.train()
+        assert one.state.global_step == 6
+        one.args.num_train_epochs = 3.0
+        losses = one.train(resume_from_checkpoint=True)
+        assert one.state.global_step == 18
+        return outcome(one, losses.training_loss)
+
+    expected = train(tmp_path / "plain")
+    monkeypatch.setenv("LASTGASP_JOB", "one")
+    for after in (6, 9):
+        folder = tmp_path / f"d{after}"
+        monkeypatch.setenv("LASTGASP_ATTEMPT", "0")
+        with pytest.raises(InjectedFault):
+            train(folder, LastGasp(), Breaks(after))
+        monkeypatch.setenv("LASTGASP_ATTEMPT", "1")
+        found = train(folder, LastGasp())
+        assert [name for name in _differences(found, expected) if name not in ("loss", "logged")] == []
+        assert torch.equal(found["logged"][:-1], expected["logged"][:-1])

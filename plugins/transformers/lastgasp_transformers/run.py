@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import logging
 import signal
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import msgspec
 import torch
 import transformers
 from transformers import trainer as trainer_module
@@ -24,6 +27,8 @@ from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, path_of, read_record
 from lastgasp_transformers.state import Training
+
+log = logging.getLogger("lastgasp")
 
 _NEEDS = {
     "get_train_dataloader": (),
@@ -76,6 +81,10 @@ def require_supported(trainer: Any, trial: Any) -> None:
             raise adapter.HookNotPlaced(f"Trainer.{name}({', '.join(needs)})", str(tuple(there)), versions_known())
 
 
+_TRAINED: weakref.WeakKeyDictionary[Any, list[tuple[Path, int]]] = weakref.WeakKeyDictionary()
+"""The fits that a Trainer has completed, by directory and number."""
+
+
 class Run:
     """One of them.
 
@@ -106,6 +115,9 @@ class Run:
                                       versions=versions, device=shared.local(place)[0])  # fmt: skip
         self.core = core = adapter.AdapterRun(framework, config, marks, place, shared.connect(place))
         core.on_completed(lambda: adapter.FITS.end(self._own))
+        trained = _TRAINED.setdefault(trainer, [])
+        self._trained = [before for folder, before in reversed(trained) if folder == self._own]
+        core.on_completed(lambda: trained.append((self._own, number)))
         self.session = core.session
         self._data = shared.PrefetchedData(rng.RngRecorder([trainer.args.device]))
         self._record: Record | None = None
@@ -124,18 +136,29 @@ class Run:
         Args:
             wanted: the user has said that there is something (`resume_from_checkpoint=True`).
         """
-        config, place = self.core.config, self.core.place
-        folders = dict.fromkeys([config.directory, self._own])
-        policy = Policy(config, place, [*folders], LAYOUT, shared.local(place), fit=self._fit, note=self.session.note)
-        policy.wanted = wanted
-        selector = adapter.CheckpointSelector(policy, self.session.gather, shared.is_about_content)
-        chosen = selector.load(self._load)
-        if chosen is not None and policy.several and not selector.named:
-            self._trial = chosen.path
+        chosen, selector = self._choose(self._fit, wanted)
+        for earlier in self._trained if wanted else ():
+            if chosen is None:
+                chosen, selector = self._choose(msgspec.structs.replace(self._fit, number=earlier), wanted)
+                if chosen is not None and self.core.place.rank == 0:
+                    log.warning("fit %d resumes from %s of fit %d, as resume_from_checkpoint=True asks",
+                                self._fit.number, chosen.path, earlier)  # fmt: skip
         self._present = selector.present
         for name in _NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
         return call(str(chosen.path) if chosen is not None else None)
+
+    def _choose(self, fit: Fit, wanted: bool) -> tuple[Candidate | None, adapter.CheckpointSelector]:
+        """Of what that training has saved."""
+        config, place = self.core.config, self.core.place
+        folders = dict.fromkeys([config.directory, self._own])
+        policy = Policy(config, place, [*folders], LAYOUT, shared.local(place), fit=fit, note=self.session.note)
+        policy.wanted = wanted
+        selector = adapter.CheckpointSelector(policy, self.session.gather, shared.is_about_content)
+        chosen = selector.load(self._load)
+        if chosen is not None and policy.several and not selector.named and fit is self._fit:
+            self._trial = chosen.path
+        return chosen, selector
 
     def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Have `around` called in place of a method, with the method first."""
@@ -152,7 +175,7 @@ class Run:
     def begin(self) -> None:
         """Everything is loaded, and training begins."""
         trainer, core, session = self._trainer, self.core, self.session
-        self.training = training = Training(trainer, self._data, core.place, session)
+        self.training = training = Training(trainer, self._data, core.place, session, self._fit.number)
         training.state.as_set = self._as_set or training.state.as_set  # as before a checkpoint was loaded
         training.loaders = self._loaders
         core.on_close(training.recorder.close, last=True)

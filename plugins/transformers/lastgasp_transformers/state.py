@@ -43,6 +43,7 @@ class Training(adapter.Training):
     Args:
         data: what it reads.
         session: the engine's.
+        fit: its number in the script.
 
     Attributes:
         loaders: that give the data.
@@ -54,8 +55,9 @@ class Training(adapter.Training):
     """
 
     def __init__(
-        self, trainer: Any, data: shared.PrefetchedData, place: adapter.Place, session: adapter.Session
+        self, trainer: Any, data: shared.PrefetchedData, place: adapter.Place, session: adapter.Session, fit: int
     ) -> None:
+        self._job = [place.job, fit]
         self.trainer, self._data, self._place, self._session = trainer, data, place, session
         self._optimizer = trainer.optimizer
         while hasattr(self._optimizer, "optimizer"):  # accelerate wraps it anew in each call of train()
@@ -169,7 +171,7 @@ class Training(adapter.Training):
         boundary = self._boundary
         return {name: boundary[name] for name in _KEPT} | {
             "version": VERSION,
-            "job": self._place.job,
+            "job": self._job,
             "world_size": self._place.world_size,
             "small": {rank: data for rank, data in aux.items() if data},
             "state": {name: boundary["state"][name] for name in _STATE},
@@ -244,10 +246,10 @@ class Training(adapter.Training):
         return mine.data
 
     def _restore_control(self, record: Record) -> None:
-        """In another job, neither the end of the one before is an end, nor is an evaluation due that is not wanted."""
-        state, control, place = self.trainer.state, self.trainer.control, self._place
+        """The end of another job, or fit, is no end of this one; nor is an evaluation due that it does not want."""
+        state, control = self.trainer.state, self.trainer.control
         vars(control).update(record["control"])
-        if not (place.restarted and record.get("job") == place.job):
+        if not (self._place.restarted and record.get("job") == self._job):
             control.should_training_stop = state.global_step >= state.max_steps
             control.should_evaluate &= self.trainer.args.eval_strategy != "no"
         elif control.should_training_stop and state.global_step < state.max_steps:
