@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from frameworks.fit_rig import Job, Small, fit
+from frameworks.fit_rig import Job, Small, data, fit
 from lastgasp_lightning import LastGasp
 from support.launchers import incidents
 
@@ -64,3 +65,30 @@ def test_modules_that_are_not_of_the_module_are_named(tmp_path: Path, caplog: py
     job.restart()
     assert fit(job.make(Ema(), Gives()), Means())
     assert "begin anew, without what they had in this epoch: mean" in caplog.text, "and this is known by itself"
+
+
+class Draws(Small):
+    """Draws its batches itself, so many in each step."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        for _ in range(self._count):
+            batch, *_ = next(dataloader_iter)
+        return ((self.net(batch[0]) - batch[1]) ** 2).mean()
+
+
+@pytest.mark.parametrize(("count", "step", "noted"), [(1, 4, 0), (2, 4, 1), (2, 6, 0)])
+def test_a_step_that_draws_several_batches_does_not_go_on_with_the_right_ones(
+    tmp_path: Path, count: int, step: int, noted: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But at the end of an epoch. Nobody knows which of them are used later: it may draw ahead."""
+    job, size = Job(tmp_path, {"max_epochs": 2}), 24 * count
+    assert not fit(job.make(strike=step), Draws(count), DataLoader(data(size=size), 4))
+    job.restart()
+    trainer = job.make()
+    assert fit(trainer, Draws(count), DataLoader(data(size=size), 4))
+    assert caplog.text.count("training_step draws its batches itself") == noted
+    assert trainer.global_step == 12 + 2 * noted, "four batches are drawn again, which make two steps"

@@ -29,6 +29,8 @@ LOST = "what self.log had accumulated in this epoch on rank {} is lost: what is 
 _ENDS = "training ends with step %d, as it was to: trainer.should_stop was set there"
 _TRAINS_ON = ("an earlier job has ended with step %d because trainer.should_stop was set; this is another job, and "
               "trains on from there. If training was to end there, do not start it again")  # fmt: skip
+_DRAWN = ("the data may not be those that were due: training_step draws its batches itself, and had drawn {} in {} "
+          "calls of the epoch; a resume goes on as if it had drawn one in each")  # fmt: skip
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -161,6 +163,9 @@ class Resume:
                 raise CheckpointError(f"this fit cannot go on in its process: {reason}")
             workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"
             self._note(workers if reason == WORKERS else f"the data may not be those that were due: {reason}")
+        ended = record["loops"]["epoch_loop.batch_progress"]["is_last_batch"]
+        if record.get("drawn") not in (None, record["batch"]) and not ended:
+            self._note(_DRAWN.format(record["drawn"], record["batch"]))
         if isinstance(ddp := trainer.strategy.model, DistributedDataParallel) and self._state.per_rank_buffers:
             ddp.require_forward_param_sync = False  # else its first forward pass gives all ranks those of rank 0
         if self._aux is not None:

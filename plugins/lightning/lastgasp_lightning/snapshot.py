@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,6 +30,7 @@ class Snapshot:
 
     Attributes:
         asked: to stop, whether or not it may yet; stopping: and may not yet, because of `min_steps` or `min_epochs`.
+        drawn: batches of the epoch that `training_step` had drawn itself (`dataloader_iter`); else None.
         accumulate: batches of a step, where a callback has changed their number since the fit began (else None).
     """
 
@@ -48,6 +50,7 @@ class Snapshot:
     extra: tuple[Any, dict[str, Any], int]
     flags: tuple[bytes, bytes]
     accumulate: int | None
+    drawn: int | None
     all_callbacks: bool = False
 
 
@@ -104,6 +107,7 @@ class Snapshotter:
             self.extra.take(step),
             self.flags.take(),
             accumulate if (accumulate := self._trainer.accumulate_grad_batches) != self._accumulate else None,
+            fetcher.fetched if isinstance(fetcher := self._fit._data_fetcher, _DataLoaderIterDataFetcher) else None,
         )
 
     def loops(self, snapshot: Snapshot) -> dict[str, Any]:

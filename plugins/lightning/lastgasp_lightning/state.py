@@ -385,19 +385,19 @@ class LightningState:
 
     def _record(self, snapshot: Snapshot, aux_states: dict[int, bytes]) -> dict[str, Any]:
         loops = self._snapshots.loops(snapshot)
-        batch = loops["epoch_loop.batch_progress"]["current"]["ready"]
         return {
             "version": VERSION,
             "step": snapshot.step,
             "boundary": "batch_end",
             "world_size": self._trainer.world_size,
             "epoch": loops["epoch_progress"]["current"]["processed"],
-            "batch": batch,
+            "batch": loops["epoch_loop.batch_progress"]["current"]["ready"],
             "small": {r: d if self.per_rank_buffers else without_buffers(d) for r, d in aux_states.items()},
             "buffers": self._buffers(snapshot.step, aux_states),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,
             "accumulate": snapshot.accumulate,
+            "drawn": snapshot.drawn,
             "buckets": self._buckets.layout,
             "reloads": snapshot.reloads,
             "asked_to_stop": snapshot.asked,
