@@ -159,6 +159,40 @@ def test_the_end_of_a_process_that_has_never_joined_is_told() -> None:
     assert told == [m.Exited(attempt=0, incarnation=0, rank=rank, how="exited with code 87") for rank in (2, 3)]
 
 
+def test_the_end_of_a_process_between_two_trainings_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of its connection is none of its process there."""
+    told = list[m.Exited]()
+    one = second(SimpleNamespace(agreed=None, connected=True, exited=told.append), [Handler(False), Handler(True)])
+    entries = {rank: Entry(rank=rank, pid=7, hold=1.0, directory="", left=rank == 2) for rank in (2, 3)}
+    monkeypatch.setattr(Desk, "entries", entries)
+    for rank in (2, 3):
+        one.report_exit(rank, "killed by SIGKILL", 7)
+    assert told == [m.Exited(attempt=0, incarnation=0, rank=2, how="killed by SIGKILL")]
+
+
+def test_who_waits_for_a_rank_that_ended_between_two_trainings_is_told_at_once(thread: ControllerThread) -> None:
+    end, exited = thread.endpoint, m.Exited(attempt=0, incarnation=0, rank=1, how="killed by SIGKILL")
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        links = [Link(end.address, end.token, hello(rank, 2)) for rank in (0, 1)]
+        with closing(links[0]) as link:
+            link.send(m.GatherPart(tag="begin", payload=b""))
+            links[1].send(m.Goodbye())
+            attempt = thread._controller.attempt
+            assert attempt is not None
+            until(lambda: bool(attempt.gathers) and attempt.was_ended_by(1), "one waits, and the other has ended")
+            links[1].close()
+            keeper.exited(exited)
+            found = list[m.FromController]()
+            while not any(isinstance(one, m.Gathered) for one in found):
+                assert select.select([link.fileno()], [], [], PATIENCE)[0]
+                found += link.receive()
+            link.send(m.Goodbye())
+            until(lambda: attempt.was_ended(), "it ends, too")
+    [answer] = [one for one in found if isinstance(one, m.Gathered)]
+    assert answer.missing == "rank 1 is gone: killed by SIGKILL"
+    assert not attempt.machine.faults
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_who_waits_for_such_a_rank_is_told_at_once(early: bool, thread: ControllerThread) -> None:
     """Whether it was the first, and nobody had joined yet, or others were waiting already."""

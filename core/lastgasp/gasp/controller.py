@@ -183,6 +183,7 @@ class Controller:
             await read_out(peer)
         if attempt is self.attempt:
             self._gone(attempt, rank, how, how, at)
+            attempt.machine.lost.setdefault(rank, f"is gone: {how}")  # also behind a training that it has ended
         if attempt.again is None or not attempt.again.members:  # which would be numbers of the next one
             self.incidents.add_cause(attempt, rank, how)
             self.incidents.flush()
@@ -315,12 +316,11 @@ class Controller:
             return
         if isinstance(message, m.Noted):
             self.incidents.note(message.text)
-            return
-        if isinstance(message, m.Led):
+        elif isinstance(message, m.Led):
             attempt.led_by(message.by)
-            return
-        if isinstance(message, m.AskLeft | m.DropLeft):
+        elif isinstance(message, m.AskLeft | m.DropLeft):
             self._tell_left(rank, message)
+        if isinstance(message, m.Noted | m.Led | m.AskLeft | m.DropLeft):
             return
         if isinstance(message, m.Begin):
             self.incidents.resumed(message.step, from_arena=self._keep(rank, message))

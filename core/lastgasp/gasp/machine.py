@@ -86,7 +86,7 @@ class Machine:
     """Those that have not yet answered the last Prepare."""
     _handlers: dict[type, Handler] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that will never join another gather, and why; without those that said goodbye."""
+    """Ranks that will never join another gather, and why; of those that said goodbye, whose process has ended."""
 
     def __post_init__(self) -> None:
         self._handlers = self._handling()

@@ -225,7 +225,7 @@ class InPlace:
         except (NoFork, OSError) as error:
             log.warning("a rank could not be replaced: %s", error)
             for rank in failed:
-                self._report(rank, f"could not be replaced: {error}")
+                self._report(rank, f"could not be replaced: {error}", self._done)
             return False
         return True
 
@@ -255,24 +255,27 @@ class InPlace:
             self._growth.agreed(again)
 
     def report_exit(self, rank: int, how: str, pid: int) -> None:
-        """A worker of this host has ended. Another host's is known by its connection, but for one that has none yet."""
+        """A worker of this host has ended. Another host's is known by its connection, where that tells."""
         if self._attempt.controller is not None:
             self._attempt.report_exit(rank, how, pid)
+        elif self._attempt.have_left([rank]):  # others may wait for it to come to the script's next training
+            again = self._agreed()
+            self._report(rank, how, again.incarnation if again is not None else 0)
         elif self._done or rank not in self._attempt.desk.entries:
-            self._report(rank, how)
+            self._report(rank, how, self._done)
 
     def report_exits(self, failed: Mapping[int, str]) -> None:
         """Workers have ended before any rank of this host has joined: other hosts' ranks would wait for them."""
         for rank, how in failed.items():
-            self._report(rank, how)
+            self._report(rank, how, self._done)
 
-    def _report(self, rank: int, how: str) -> None:
+    def _report(self, rank: int, how: str, incarnation: int) -> None:
         attempt = self._attempt
         if attempt.controller is not None:
             attempt.report_exit(rank, how)
         elif attempt.keeper is not None:
             number = attempt.number
-            attempt.keeper.exited(m.Exited(attempt=number, incarnation=self._done, rank=rank, how=how))
+            attempt.keeper.exited(m.Exited(attempt=number, incarnation=incarnation, rank=rank, how=how))
 
     def _agreed(self) -> Again | None:
         """The newest recovery in place of this attempt."""
