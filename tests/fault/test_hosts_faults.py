@@ -142,6 +142,26 @@ def test_a_rank_is_killed(tmp_path: Path, victim: str) -> None:
 
 
 @pytest.mark.full
+def test_a_rank_hangs_where_no_rendezvous_tells_of_the_restart(tmp_path: Path) -> None:
+    """With c10d its launcher would hear that the other host waits; with static it has to end the rank by itself."""
+    told = Told(tmp_path / "d")
+    with network(tmp_path, "ha", "hb") as hosts:
+        job = HostsJob(hosts, [WORKER, told.directory, STEPS, PACE], "ha", 1, ("--rdzv-backend", "static"),
+                       HOSTS_GATE=str(GATE), LASTGASP_HANG_TIMEOUT="5")  # fmt: skip
+        for number, name in enumerate(hosts):
+            job.start(name, PET_NODE_RANK=str(number))
+        told.reached(GATE)
+        [rank] = ranks_of(hosts["hb"])
+        os.kill(rank, signal.SIGSTOP)
+        told.go()
+        assert job.codes(LIMIT) == {"ha": 0, "hb": 0}, job.output
+        assert "killing rank 1, which does not hear that the recovery is over" in job.launchers["hb"].output
+    [incident] = told.incidents()
+    assert (incident.ending, incident.steps_lost) == ("saved", 0)
+    assert_whole(told, 2)
+
+
+@pytest.mark.full
 def test_a_host_never_returns(tmp_path: Path) -> None:
     with job_on(tmp_path, "ha", "hb", conf="join_timeout=20") as (hosts, job, told):
         told.reached(GATE)
