@@ -394,7 +394,7 @@ class Ladder(Machine):
         if left:
             return f"rank {left[0]} had finished its training"
         if step <= self.began_at:
-            again = ", when the fault before was answered in place" if self._entered else ""
+            again = ", when the fault before was answered in place" if self.holders or self._entered else ""
             return f"no step was completed since training began{again}"
         if not holders and not self._from_files:
             return f"no rank holds step {step} in memory"
