@@ -72,6 +72,22 @@ def test_a_learning_rate_that_was_changed_since_is_named(tmp_path: Path, caplog:
     assert next(iter(state.optimizers.values())).param_groups[0]["lr"] == 0.1
 
 
+def test_a_learning_rate_lasts_where_the_log_says_to_set_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the loop over batches it is the checkpoint's again: the way there repeats what an epoch begins with."""
+    used = []
+    for lr, most in ((0.1, 3), (0.01, 5)):
+        state = TorchState(model := nn.Linear(4, 3), optimizer := SGD(model.parameters(), lr=lr))
+        with Session.open(tmp_path, state=state, every=1, max_steps=most) as session:
+            optimizer.param_groups[0]["lr"] = lr
+            for _ in session.epochs(2):
+                for _ in session.batches(range(4)):
+                    used.append(optimizer.param_groups[0]["lr"])
+                    optimizer.param_groups[0]["lr"] = lr
+                    optimizer.step()
+    assert used == [0.1, 0.1, 0.1, 0.1, 0.01]
+    assert "new values, set them in the body of the loop over batches" in caplog.text
+
+
 def test_another_job_in_the_same_directory_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A script started twice: both would remove and resume what the other saves."""
     program = "import sys; from pathlib import Path; from lastgasp.adapter.alone import claim\n"
@@ -262,6 +278,15 @@ def test_max_steps_is_where_a_resumed_run_stops_too(tmp_path: Path) -> None:
     for _ in range(2):
         end, _ = run(Shape(plain, adam), tmp_path, every=1, max_steps=7)
         assert end is not None and end["step"] == 7
+
+
+def test_every_with_numbers_that_are_no_multiples_of_it(tmp_path: Path) -> None:
+    with Session.open(tmp_path, state=(state := tiny()), every=10, keep=9) as session:
+        for number in range(3, 40, 4):
+            for optimizer in state.optimizers.values():
+                optimizer.step()
+            session.updated(number)
+    assert [one.step for one in candidates([tmp_path], LAYOUT)] == [31, 23, 11]
 
 
 @pytest.mark.parametrize("most", [3, 4])

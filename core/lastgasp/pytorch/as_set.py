@@ -24,13 +24,17 @@ class AsSet:
 
     Args:
         optimizers, schedulers: the user's, by what they are called.
+        where: where the script can set new values that last.
 
     Attributes:
         values: what goes into a checkpoint.
     """
 
-    def __init__(self, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> None:
+    def __init__(
+        self, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any], where: str = "once the checkpoint is loaded"
+    ) -> None:
         self.values: Values = {}
+        self._where = where
         for label, optimizer in optimizers.items():
             groups = optimizer.param_groups
             for number, group in enumerate(groups):
@@ -65,7 +69,7 @@ class AsSet:
             what = "; ".join(changed[:_SHOWN])
             more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             note(f"as when the job of the checkpoint began, not as the script sets it: {what}{more}. To train on with "
-                 "new values, set them once the checkpoint is loaded")  # fmt: skip
+                 f"new values, set them {self._where}")  # fmt: skip
 
 
 def _plain(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

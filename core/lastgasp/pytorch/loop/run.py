@@ -275,7 +275,7 @@ class Run:
         """`step` is complete: capture it; write a checkpoint if one is due."""
         if self.update.has_copy:
             self.engine.before_update()  # the gate: from the copy to the live state
-        due = self._wanted or (self._every > 0 and step % self._every == 0)
+        due = self._wanted or (self._every > 0 and step // self._every > self.step // self._every)
         self._capture(step, due)
         self.marks.step_end(step)
         if due:
