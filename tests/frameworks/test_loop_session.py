@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import gc
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
 from lastgasp.checkpoint import candidates
@@ -26,6 +31,7 @@ from lastgasp.events import decode_incident
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
+from lastgasp.pytorch.loop.inexact import EPOCHS, PERSISTENT
 from lastgasp.pytorch.loop.optimizer_update import IDLE
 from lastgasp.session import Session as Engine
 from lastgasp.testing.jobs import run_job
@@ -40,6 +46,14 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What opens a session again stands for a script that was started again."""
     in_process(monkeypatch, NewProcesses())
+
+
+@pytest.fixture
+def childrens_signal() -> Iterator[None]:
+    """DataLoader takes SIGCHLD for its workers, for good."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 def tiny(width: int = 3) -> TorchState:
@@ -616,7 +630,61 @@ def test_a_loop_that_does_not_report_its_steps_gets_a_warning(tmp_path: Path, ca
         for _ in s.epochs(2):
             for _ in range(60):
                 state.optimizers.items["optimizer"].step()
-    assert caplog.text.count("60 updates in one step") == 1
+            assert caplog.text.count("50 updates in one step") == 1
+
+
+def test_a_pass_that_is_cycled_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data, other = loader(), loader()
+    with Session.open(tmp_path, state=tiny()) as s:
+        held = iter(s.batches(data))
+        assert len(list(held)) == 5 and "itertools.cycle" not in caplog.text
+        for _ in zip(range(7), cycle(s.batches(other)), strict=False):
+            pass
+        assert caplog.text.count("itertools.cycle repeats the batches of the first pass") == 1
+
+
+@pytest.mark.parametrize(
+    ("by", "passes", "said"),
+    [("range", 2, 1), ("range", 1, 0), ("range", 0, 0), ("epochs", 2, 0), ("while", 2, 0)],
+)
+def test_epochs_of_several_passes_are_named(
+    by: str, passes: int, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that the loop counts by `s.epoch`, in which each pass counts; not a list that is made for each epoch."""
+    loaders: list[Any] = [loader(seed) for seed in range(passes)]
+    with Session.open(tmp_path, state=tiny()) as s:
+        for _ in range(s.epoch, 2) if by == "range" else s.epochs(2) if by == "epochs" else range(2):
+            for one in loaders or [[1, 2]]:
+                for _ in zip(s.batches(one), s.batches(range(9)), strict=False):
+                    pass
+    assert caplog.text.count(EPOCHS) == said
+
+
+def test_workers_that_persist_begin_later_in_a_resumed_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, childrens_signal: None
+) -> None:
+    found = []
+    for _ in range(2):
+        with Session.open(tmp_path, state=(state := tiny()), every=2) as s:
+            data = loader(num_workers=1, persistent_workers=True)
+            for _ in s.epochs(1):
+                for number, _ in s.enumerate(data):
+                    state.optimizers.items["optimizer"].step()
+                    if number == 1:
+                        break
+        found.append((s.step, caplog.text.count(PERSISTENT)))
+        del data
+    assert found == [(2, 0), (2, 1)]
+
+
+def test_a_loader_in_use_can_be_copied(tmp_path: Path) -> None:
+    data = loader()
+    with Session.open(tmp_path, state=tiny()) as s:
+        for _ in s.batches(data):
+            for copied in (copy.copy(data), copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+                assert len(list(copied)) == 5
+            assert type(copied.batch_sampler) is BatchSampler
+            assert type(copy.copy(data.batch_sampler)) is BatchSampler
 
 
 class FullyShardedDataParallel(nn.Linear):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,3 +88,14 @@ class DataPass:
         """Its entry in a checkpoint; the part that changes only when the pass begins."""
         self.position.changed = False
         return Fixed(**msgspec.structs.asdict(self.position.start), sampler=self.sampler, fetch=self.again)
+
+
+def weakly(loader: Any) -> Callable[[], Any]:
+    """What returns `loader` as long as somebody else has it.
+
+    A loop may make one for each pass, with worker processes that live as long as it does.
+    """
+    try:
+        return weakref.ref(loader)
+    except TypeError:  # a list
+        return lambda: loader

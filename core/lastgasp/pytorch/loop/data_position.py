@@ -17,7 +17,7 @@ import msgspec
 
 from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.loop.data_pass import DataPass
+from lastgasp.pytorch.loop.data_pass import DataPass, weakly
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
 from lastgasp.pytorch.position import MAP, STATEFUL, PassStart, iterate, position_of, untrack_sampler
 from lastgasp.pytorch.position.skipping import SkipProgress
@@ -34,11 +34,13 @@ class DataPosition:
 
     Attributes:
         by_hand: the loop itself reports where its steps end; completed passes are then not part of the position.
+        epochs_used: the loop uses the number of the epoch, or its sampler does.
     """
 
     def __init__(self, recorder: rng.RngRecorder, sampler: Any) -> None:
         self._recorder, self._sampler = recorder, sampler
         self.epoch, self.explicit, self.by_hand = 0, False, False
+        self.epochs_used = hasattr(sampler, "set_epoch")
         self._done = 0
         self._passes: list[DataPass] = []
         self._begun = False
@@ -223,7 +225,7 @@ class DataPosition:
             used = any(other is not None and other() is one.loader for other, _ in self._live.values())
             if state and not used and not self._continues(number):
                 one.position.resume(PassStart(), state, 0, over=True)
-            self._live[number] = _weakly(one.loader), state
+            self._live[number] = weakly(one.loader), state
 
     def _continues(self, number: int) -> bool:
         """The checkpoint was taken in the middle of the pass that begins now."""
@@ -352,7 +354,7 @@ class DataPosition:
             known, _ = self._live.get(number, (None, b""))
             # a loop that creates its loader for each pass begins each of them without a state
             again = number not in self._live or (known is not None and known() is one.loader)
-            self._live[number] = _weakly(one.loader), state if again else b""
+            self._live[number] = weakly(one.loader), state if again else b""
 
     def close(self) -> None:
         """Remove everything from the loaders. Idempotent."""
@@ -369,14 +371,6 @@ _END = object()
 
 def _nothing() -> None:
     """No loader."""
-
-
-def _weakly(loader: Any) -> Callable[[], Any]:
-    """What returns it; a loop may make one for each pass, with worker processes that live as long as it does."""
-    try:
-        return weakref.ref(loader)
-    except TypeError:  # a list
-        return lambda: loader
 
 
 def _parents(one: DataPass | None) -> list[DataPass]:

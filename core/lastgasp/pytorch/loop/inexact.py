@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from typing import Any
 
-from lastgasp.pytorch.loop.data_pass import DataPass
+from lastgasp.pytorch.loop.data_pass import DataPass, weakly
 from lastgasp.pytorch.position import STATEFUL, WORKERS
 
 log = logging.getLogger("lastgasp")
@@ -23,6 +25,19 @@ LATE = (
 """Note of a step at whose end it looked as if it were over with what goes on beside it, as an inner loop's is."""
 
 
+EPOCHS = (
+    "passes over several loaders, one after the other: each of them counts as an epoch in s.epoch. Where an epoch has "
+    "more than one of them, a resumed `range(s.epoch, n)` ends too early: use `for epoch in s.epochs(n)`"
+)
+"""Note of a loop that numbers its epochs by `s.epoch`."""
+
+
+PERSISTENT = (
+    "a DataLoader with persistent_workers draws a random number of the process when it is iterated first, which is "
+    "later in this run than before: random numbers from there on are other ones"
+)
+
+
 class Inexact:
     """One per run.
 
@@ -33,9 +48,29 @@ class Inexact:
     def __init__(self, rank: int, note: Callable[[str], None]) -> None:
         self._rank, self._note = rank, note
         self._told: set[str] = set()
+        self._first: Callable[[], Any] | None = None
+
+    def counts(self, loader: Any, counted: bool, used: bool) -> None:
+        """A pass begins.
+
+        Args:
+            counted: it is the first one of an epoch that `s.epochs` has not begun.
+            used: somebody uses the numbers of epochs.
+        """
+        if not (counted or self._first is None):
+            return
+        before = self._first() if self._first is not None else None
+        first = weakly(loader)
+        self._first = first if isinstance(first, weakref.ref) else _unknown  # a list may be made for each pass
+        if used and before is not None and before is not loader and EPOCHS not in self._told:
+            self._note(EPOCHS)
+            self._told.add(EPOCHS)
 
     def tell(self, one: DataPass, resumed: bool) -> None:
         """A pass has begun."""
+        if one.over and _begins_late(one.loader) and PERSISTENT not in self._told:
+            self._note(PERSISTENT)
+            self._told.add(PERSISTENT)
         reason = one.inexact
         if not reason:
             return
@@ -50,3 +85,12 @@ class Inexact:
             else:
                 log.warning("a run that is resumed in the middle of a pass will get other data: %s", reason)
         self._told.add(reason)
+
+
+def _begins_late(loader: Any) -> bool:
+    """Its pass was over when the checkpoint was taken, so that its first one in this process is a later one."""
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", loader) is None
+
+
+def _unknown() -> None:
+    """No loader that is known."""

@@ -130,9 +130,6 @@ class OptimizerUpdate:
         Args:
             since: what happened since the window opened.
         """
-        if self.updates >= MANY and self.usual < MANY:
-            log.warning("%d updates in one step: a step ends where the loop asks s.batches() for the next batch, or "
-                        "calls s.updated(); a fault goes back to the end of a step", self.updates)  # fmt: skip
         self._since = since
         waited = self._waited or self.updates > 1 or since.drew or self._called()
         if waited and self.copies is not None:
@@ -160,6 +157,9 @@ class OptimizerUpdate:
         if _has_closure(args, kwargs):
             self._drawn()
         self.updates += 1
+        if self.updates == MANY and self.usual < MANY:
+            log.warning("%d updates in one step: a step ends where the loop asks s.batches() for the next batch, or "
+                        "calls s.updated(); a fault goes back to the end of a step", MANY)  # fmt: skip
         self._calls = _sequence_number()
 
     def _before_forward(self, module: Any) -> None:

@@ -316,8 +316,9 @@ class Run:
         self.not_saved.takes(loader)
         if self.entry is not None:
             self.entry.takes(loader)
-        if book.before_begin():
+        if counted := book.before_begin():
             self.body_over()
+        self._inexact.counts(loader, counted, book.epochs_used)
         if self.update.in_progress and book.nested():
             raise UsageError("a loop over s.batches() begins in the body of another, after an update there: "
                              "a resume could not continue there. Move the update behind the inner loop.")  # fmt: skip

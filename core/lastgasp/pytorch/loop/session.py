@@ -138,7 +138,8 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loop is in, or begins with: `for epoch in range(s.epoch, 90)`."""
+        """The epoch that the loop is in, or begins with: `for epoch in range(s.epoch, 90)`, with one pass in each."""
+        self._run.book.epochs_used = True
         return self._run.book.epoch
 
     @property
@@ -298,7 +299,12 @@ class BatchIterator(Iterator[T]):
 
     def __next__(self) -> T:
         self._session._check()
-        batch: T = self._session._run.next_batch(self._pass, self._session._finished)
+        run = self._session._run
+        try:
+            batch: T = run.next_batch(self._pass, self._session._finished)
+        except StopIteration:
+            run.unknown_loaders.pass_over(self, self._pass.loader)
+            raise
         return batch
 
     def __del__(self) -> None:

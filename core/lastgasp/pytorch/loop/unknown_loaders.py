@@ -1,6 +1,7 @@
-"""A loop that reports its steps itself, but draws its batches from a DataLoader that it does not give to `s.batches`.
+"""Loops of which nothing knows where they are in their data: a resumed run trains on other batches.
 
-Nothing knows where such a loop is in its data: a resumed run would train on the first batches of the pass again.
+One reports its steps itself, but draws its batches from a DataLoader that it does not give to `s.batches`; one gives
+`s.batches` to `itertools.cycle`, which keeps the batches of the first pass and never asks for another.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _SEEN, _COMPARED = 2, 3
 """Steps at whose ends iterators are looked for, and looked at again."""
+_LOADERS = 8
+"""Of so many, the first pass is looked at when it ends: that takes a twentieth of a second."""
 
 
 class UnknownLoaders:
-    """Tells of them once.
+    """Tells of each kind once.
 
     Args:
         note: reports what people must know (`Session.note`).
@@ -25,6 +29,7 @@ class UnknownLoaders:
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note, self._steps = note, 0
+        self._ended: set[int] = set()
         self._found: list[tuple[weakref.ref[Any], int]] = []
 
     def step_over(self) -> None:
@@ -40,3 +45,13 @@ class UnknownLoaders:
                 self._note("the batches of this loop come from a DataLoader that is not given to s.batches(): a "
                            "resumed run begins its pass anew, and trains on other data. Write `for batch in "
                            "s.batches(loader)`")  # fmt: skip
+
+    def pass_over(self, iterator: object, loader: object) -> None:
+        """A pass of `s.batches` over `loader` has no more batches for whoever holds `iterator`."""
+        if id(loader) in self._ended or len(self._ended) == _LOADERS:
+            return
+        self._ended.add(id(loader))
+        if any(type(one) is cycle for one in gc.get_referrers(iterator)):
+            self._note("itertools.cycle repeats the batches of the first pass, and none of its turns is known to "
+                       "lastgasp: steps are not seen to end, and a resumed run gets other data. Write `def endless(): "
+                       "while True: yield from s.batches(loader)`")  # fmt: skip

@@ -10,6 +10,7 @@ the resumed run begin with their first item, so their random streams differ from
 
 from __future__ import annotations
 
+import copy
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -272,6 +273,15 @@ class TrackedSampler(wrapt.ObjectProxy):  # type: ignore[misc,type-arg,unused-ig
 
     def __iter__(self) -> Iterator[Any]:
         return self._self_track.begin(self.__wrapped__)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.__wrapped__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return untracked, (self.__wrapped__,)
 
 
 def track_sampler(loader: Any, recorder: rng.RngRecorder) -> SamplerTrack:
