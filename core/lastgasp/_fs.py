@@ -160,12 +160,15 @@ def write_all(fd: int, data: memoryview, offset: int, disk: Disk = DISK) -> None
 
 def _drop_direct(fd: int) -> bool:
     """Turn O_DIRECT off; False when it was not on."""
-    direct: int = getattr(os, "O_DIRECT", 0)
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if not flags & direct:
+    if not is_direct(fd):
         return False
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
     return True
+
+
+def is_direct(fd: int) -> bool:
+    """Whether what is written to `fd` goes past the page cache."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
 def write_tail(fd: int, data: memoryview, offset: int, disk: Disk = DISK) -> None:

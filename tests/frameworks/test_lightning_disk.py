@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lastgasp import _fs
 from lastgasp.checkpoint import SingleFile, candidates, verify
+from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.io import save_verified
 from lastgasp_lightning import LastGasp
 from support.train_tiny import Tiny
@@ -53,6 +54,23 @@ def fit(directory: Path, *callbacks: Callback) -> Trainer:
 def steps_that_verify(directory: Path) -> list[int]:
     """Of all checkpoints there, in ascending order."""
     return sorted(c.step or 0 for c in candidates([directory], LAYOUT) if verify(c.path, LAYOUT).ok)
+
+
+def test_bytes_that_are_written_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk is no hang."""
+    phases, original = list[str](), RankStatus.progress
+
+    def progress(self: RankStatus, phase: Any) -> None:
+        phases.append(phase)
+        original(self, phase)
+
+    class Large(Callback):
+        def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+            pl_module.register_buffer("large", torch.zeros(5 << 20))
+
+    monkeypatch.setattr(RankStatus, "progress", progress)
+    fit(tmp_path, Large())
+    assert phases.count("save") >= 4 * 5  # one for each 4 MB
 
 
 def test_the_directory_vanishes_in_the_middle_of_a_save(

@@ -303,6 +303,16 @@ def test_every_with_numbers_that_are_no_multiples_of_it(tmp_path: Path) -> None:
     assert [one.step for one in candidates([tmp_path], LAYOUT)] == [31, 23, 11]
 
 
+def test_bytes_that_are_written_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk is no hang."""
+    with Session.open(tmp_path, state=(state := tiny(1_200_000))) as session:
+        step(session, state)
+        phases: list[str] = []
+        monkeypatch.setattr(session._run.engine, "progress", phases.append)
+        session.save()
+    assert phases.count("save") >= 5  # one for each 4 MB, of 24
+
+
 @pytest.mark.parametrize("most", [3, 4])
 def test_what_the_loop_does_behind_its_last_step_is_done_again(most: int, tmp_path: Path) -> None:
     """`max_steps` in the middle of the second epoch, and at its end; once, also where that epoch asks for no data."""

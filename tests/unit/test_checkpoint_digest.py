@@ -13,8 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgasp._fs import DISK, Disk
-from lastgasp.checkpoint import HashingWriter, VerifiedFile, digest_file
+from lastgasp._fs import DISK, Disk, is_direct
+from lastgasp.checkpoint import HashingWriter, VerifiedFile, digest, digest_file
 from lastgasp.errors import DamagedCheckpoint
 from lastgasp.testing.corrupt import flip_bit
 from support.checkpoint_kit import FILES, put_file
@@ -68,6 +68,28 @@ def test_first_byte_and_states(tmp_path: Path) -> None:
     writer.finish()
     with pytest.raises(ValueError, match="finished"):
         writer.write(b"y")
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_long_file_in_the_page_cache_is_synced_on_the_way(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the fsync at its end takes as long as all of it; each chunk is told of as progress."""
+    monkeypatch.setattr(digest, "SYNC_SIZE", 2 * 4096)
+    synced, moved = list[int](), list[int]()
+
+    class Watched(Disk):
+        def fsync(self, fd: int) -> None:
+            synced.append(fd)
+            super().fsync(fd)
+
+    disk = Watched()
+    fd = disk.create(tmp_path / "f", direct=direct)
+    passes = is_direct(fd)  # not on each file system
+    writer = HashingWriter(fd, chunk_size=4096, disk=disk, moved=lambda: moved.append(1))
+    writer.write(os.urandom(5 * 4096 + 1))
+    writer.finish()
+    assert (len(synced), len(moved)) == (1 if passes else 3, 5)
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -62,6 +62,7 @@ class Staged:
         layout: the layout that its directory is read with.
         sha256: whether files get a SHA-256 too.
         disk: performs the writes; tests pass one that fails.
+        moved: called after each chunk that is written, as progress.
 
     Attributes:
         kept: after `publish`, a text about another process's checkpoint of this step that was kept instead; or empty.
@@ -70,8 +71,16 @@ class Staged:
         OSError: the directory cannot be created.
     """
 
-    def __init__(self, target: Path, layout: Layout, *, sha256: bool = False, disk: Disk = DISK) -> None:
-        self.target, self._layout, self._sha256, self._disk = target, layout, sha256, disk
+    def __init__(
+        self,
+        target: Path,
+        layout: Layout,
+        *,
+        sha256: bool = False,
+        disk: Disk = DISK,
+        moved: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.target, self._layout, self._sha256, self._disk, self._moved = target, layout, sha256, disk, moved
         self._temp = unique_temp(target)
         self._writers: dict[str, HashingWriter] = {}
         self._adopted: dict[str, FileEntry] = {}
@@ -96,7 +105,8 @@ class Staged:
         relative = self.target.name if relative is None else relative
         path = self._temp_path(relative)
         path.parent.mkdir(parents=True, exist_ok=True)
-        writer = HashingWriter(self._disk.create(path, direct=True), sha256=self._sha256, disk=self._disk)
+        fd = self._disk.create(path, direct=True)
+        writer = HashingWriter(fd, sha256=self._sha256, disk=self._disk, moved=self._moved)
         self._writers[relative] = writer
         return writer
 

@@ -12,7 +12,7 @@ import hashlib
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from lastgasp import _clock
-from lastgasp._fs import DISK, Disk, open_regular, write_all, write_tail
+from lastgasp._fs import DISK, Disk, is_direct, open_regular, write_all, write_tail
 
 from .manifest import FileEntry
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 CHUNK_SIZE = 4 << 20
 READ_SIZE = 512 << 10
 """Reads of this size stay in the second-level cache until they are hashed."""
+SYNC_SIZE = 256 << 20
+"""Bytes after which a file that is written through the page cache is synced, so that its end does not wait for all."""
 _BUFFERS = 3
 
 
@@ -44,12 +46,22 @@ class HashingWriter:
         chunk_size: bytes per chunk digest; a multiple of the page size.
         sha256: whether to compute SHA-256 too (0.6 s per GB, `docs/facts/limits.md` §3).
         disk: where the bytes go; tests give one that fails.
+        moved: called after each chunk, as progress.
     """
 
-    def __init__(self, fd: int, *, chunk_size: int = CHUNK_SIZE, sha256: bool = False, disk: Disk = DISK) -> None:
+    def __init__(
+        self,
+        fd: int,
+        *,
+        chunk_size: int = CHUNK_SIZE,
+        sha256: bool = False,
+        disk: Disk = DISK,
+        moved: Callable[[], object] = lambda: None,
+    ) -> None:
         self.first_byte_ns: int | None = None
         """Wall-clock time of the first write, ns since the epoch."""
-        self._fd, self._chunk_size, self._disk = fd, chunk_size, disk
+        self._fd, self._chunk_size, self._disk, self._moved = fd, chunk_size, disk, moved
+        self._unsynced = 0
         self._whole = xxhash.xxh3_128()
         self._sha256 = hashlib.sha256() if sha256 else None
         self._size = 0
@@ -165,6 +177,10 @@ class HashingWriter:
     def _write_out(self, full: mmap.mmap, offset: int) -> None:
         with memoryview(full) as view:
             write_all(self._fd, view, offset, self._disk)
+        self._unsynced = 0 if is_direct(self._fd) else self._unsynced + len(full)
+        if self._unsynced >= SYNC_SIZE:
+            self._disk.fsync(self._fd)
+            self._unsynced = 0
 
     def _next_buffer(self) -> mmap.mmap:
         if self._allocated < _BUFFERS:
@@ -179,6 +195,7 @@ class HashingWriter:
             future, buffer = self._pending.popleft()
             future.result()
             self._spare.append(buffer)
+            self._moved()
 
 
 def hash_range(fd: int, offset: int, length: int, buffer: memoryview) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             self._status.durable, self._durable = max(self._status.durable, step), target
 
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
-        with Staged(target, LAYOUT, sha256=self._config.sha256) as staged:
+        moved = partial(self._status.progress, "save")
+        with Staged(target, LAYOUT, sha256=self._config.sha256, moved=moved) as staged:
             save_verified(checkpoint, staged)
             staged.publish(self._writer.provenance(checkpoint.get("global_step", 0), "periodic", folder=target.parent))
 

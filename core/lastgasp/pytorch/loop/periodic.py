@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lastgasp.checkpoint import Staged
@@ -58,7 +59,8 @@ class Periodic:
     def _write(self, step: int, checkpoint: dict[str, Any]) -> None:
         target = files.periodic_path(self._config.directory, step, self._fit)
         try:
-            with Staged(target, files.LAYOUT, sha256=self._config.sha256) as staged:
+            moved = partial(self._engine.progress, "save")
+            with Staged(target, files.LAYOUT, sha256=self._config.sha256, moved=moved) as staged:
                 save_verified(checkpoint, staged)
                 staged.publish(self._writer.provenance(step, "periodic"))
         except OSError as error:

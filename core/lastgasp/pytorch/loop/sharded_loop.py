@@ -212,7 +212,9 @@ class ShardedLoop(ShardedSource):
         staged, own = None, b""
         try:
             if mine:
-                staged = Staged(target, self.layout, sha256=run.config.sha256)
+                staged = Staged(
+                    target, self.layout, sha256=run.config.sha256, moved=partial(engine.progress, "save")
+                )
                 own = self._write_periodic(staged, step)
         except (OSError, LastgaspError) as error:
             log.error("rank %d: its part of %s could not be written (%s)", self.rank, target, error)
