@@ -493,6 +493,19 @@ def test_somebody_else_looks_at_data_that_are_fetched_ahead() -> None:
     assert len(list(batches)) == 4
 
 
+def test_a_pass_that_was_ended_early_is_not_under_way() -> None:
+    """Its workers persist, and with them what draws its samples."""
+    loader, data = shuffled(num_workers=1, persistent_workers=True)(), PrefetchedData(rng.RngRecorder())
+    data.follow(loader)
+    positions = []
+    for _ in range(2):
+        batches = loader.__iter__()
+        next(batches)
+        positions.append(data.position)
+        del batches
+    assert None not in positions and positions[0] != positions[1]
+
+
 def test_a_record_of_other_loaders_is_refused() -> None:
     position = EpochPosition([Epochs()], rng.RngRecorder())
     with pytest.raises(CheckpointError, match="Give the same train loaders"):

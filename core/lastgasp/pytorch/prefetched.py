@@ -51,6 +51,7 @@ class PrefetchedData:
         self._own, self._own_ahead, self._own_due = OwnGenerators([], {}), b"", b""
         self.followed = False
         self._loader: Any = None
+        self._pass: object = None
         self._make: Callable[[], Iterator[Any]]
         self.fetching: Callable[[], None] = lambda: None
         self.fetched: Callable[[bool], None] = lambda there: None
@@ -58,7 +59,7 @@ class PrefetchedData:
 
     def follow(self, loader: object) -> None:
         """Watch a DataLoader over a map-style dataset; anything else is left alone."""
-        self.followed = is_map(loader)
+        self.followed, self._pass = is_map(loader), None
         if self.followed:
             self._loader, self._track = loader, track_sampler(loader, self._random)
             self._own = OwnGenerators(makers(loader), self._random.used)
@@ -82,6 +83,7 @@ class PrefetchedData:
             more: whether there are any others; where not, the sampler is left as that pass has left it.
         """
         self._track.resume(position.start, consumed)
+        self._pass = None
         if more:
             self._resumed, self._own_due = position.ahead, position.own_ahead
             return
@@ -94,9 +96,17 @@ class PrefetchedData:
         self._own.restore(position.own)
 
     def _batches(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        if self._track.under_way:  # somebody looks at the data in the middle of the training's pass
+        if self._pass is not None:  # somebody looks at the data in the middle of the training's pass
             yield from make()
             return
+        this = self._pass = object()
+        try:
+            yield from self._followed(make)
+        finally:
+            if self._pass is this:
+                self._pass = None
+
+    def _followed(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         ahead, self._resumed = self._resumed, b""
         kept = self._random.snapshot() if ahead else b""
         self._own.look()
