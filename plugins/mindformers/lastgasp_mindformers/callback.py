@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 from mindspore.train.callback import Callback
 
-from lastgasp.adapter import Options
+from lastgasp.adapter import Options, switched
 from lastgasp_mindformers.installation import turn_on
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.run import Run
+
+log = logging.getLogger("lastgasp")
+
+_UNSEEN = (
+    "this training is NOT protected: lastgasp did not see its Model.train begin. Write "
+    "`from lastgasp_mindformers import LastGasp` at the top of the script; a child of multiprocessing is not protected"
+)
 
 
 class LastGasp(Callback):  # type: ignore[misc]
     """No step is lost: what survives a fault saves the current step, and the next start resumes from it.
 
     Give it to `Model.train(..., callbacks=[LastGasp("ckpts")])`, or write `callbacks: - type: LastGasp` into the YAML
-    of MindFormers. Make it before the network is compiled. With `LASTGASP=0` it does nothing.
+    of MindFormers. Import it before `model.train` is looked up. With `LASTGASP=0` it does nothing.
 
     Args:
         dir: where checkpoints and incidents are kept; the same path on every rank. Default: `LASTGASP_DIR`.
@@ -39,6 +47,8 @@ class LastGasp(Callback):  # type: ignore[misc]
         """Training starts, or resumes from what was loaded."""
         if self.run is not None:
             self.run.begin(run_context.original_args())
+        elif switched() is not False:
+            log.error("%s", _UNSEEN)
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """The last check before the graph, which does not run during a recovery."""

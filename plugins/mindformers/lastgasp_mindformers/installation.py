@@ -2,7 +2,7 @@
 
 Two stages. Waiting: `Trainer.train` and `Trainer.finetune` look at the configuration that they are called with; where
 that asks for nothing, even they are as MindFormers has them while training runs. On: `Model.train` and
-`training_process` as well. Plain MindSpore is on through `LASTGASP=1` or by making a `LastGasp`.
+`training_process` as well. Plain MindSpore is on through `LASTGASP=1` or by importing `LastGasp`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,25 @@ def install() -> bool:
 
 
 def turn_on() -> bool:
-    """`install()`, and wrap `Model.train` whatever `LASTGASP` says, unless it says 0: somebody has made a LastGasp.
+    """`place()`, and say so if no training is protected: somebody has made a LastGasp.
 
     Returns:
         Whether it is on.
+
+    Raises:
+        ConfigError, HookNotPlaced: as `install`.
+    """
+    if not place():
+        return False
+    UNUSED.watch()
+    return True
+
+
+def place() -> bool:
+    """`install()`, and wrap `Model.train` whatever `LASTGASP` says, unless it says 0: somebody may make a LastGasp.
+
+    Returns:
+        Whether it is wrapped.
 
     Raises:
         ConfigError, HookNotPlaced: as `install`.
@@ -130,7 +145,6 @@ class Installation:
         if self._on or not self._active:
             return
         self._on = True
-        UNUSED.watch()
         wrapt.register_post_import_hook(self._model_imported, _MODEL)
         if _BASE in sys.modules:
             self._process.place()

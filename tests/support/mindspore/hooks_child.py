@@ -20,7 +20,7 @@ from mindformers.trainer import base_trainer, trainer
 from mindspore import nn
 
 from lastgasp.adapter import HookNotPlaced
-from lastgasp_mindformers import LastGasp, hooks, install, uninstall
+from lastgasp_mindformers import hooks, install, uninstall
 
 Snapshot = Mapping[str, int]
 CLASSES = (model_module.Model, trainer.Trainer, base_trainer.BaseTrainer, GenerationMixin)
@@ -132,7 +132,11 @@ def main() -> dict[str, Any]:
         config["lastgasp"] = {"enable": True}
     if case == "entry":
         config["callbacks"] = [{"type": "LastGasp"}]
-    callbacks = [LastGasp(Path(directory, "object"))] if case == "object" else None
+    callbacks = None
+    if case == "object":
+        from lastgasp_mindformers import LastGasp
+
+        callbacks = [LastGasp(Path(directory, "object"))]
     config.look = lambda: told.update(training=changes(before))
     told["trained"] = train(config, callbacks, resume_training=True)
     told["after"] = changes(before)

@@ -1,0 +1,38 @@
+"""Scripts as users write them, in plain Python on the real MindSpore: what of them is protected, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgasp.testing.jobs import Finished
+from support.mindspore import place
+from support.mindspore.job import Job
+
+SCRIPT = Path(place.__file__).parent / "trainings_child.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(place.missing()), reason=place.missing())]
+
+
+def job(folder: Path, case: str, fails: str = "") -> Job:
+    return Job(folder=folder, ranks=1, script=SCRIPT, arguments=[case, str(folder), *([fails] if fails else [])])
+
+
+def run(folder: Path, case: str, fails: str = "") -> Finished:
+    return job(folder, case, fails).run(timeout=120)
+
+
+def test_the_one_line_of_the_documentation_protects(tmp_path: Path) -> None:
+    broken = run(tmp_path, "inline", "raises")
+    assert broken.returncode != 0 and "NOT protected" not in broken.output, broken.output
+    finished = run(tmp_path, "inline")
+    assert finished.returncode == 0, finished.output
+    assert job(tmp_path, "inline").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8]], finished.output
+    assert "nothing of this process is protected" not in broken.output + finished.output
+
+
+def test_a_training_that_the_hooks_did_not_see_says_so(tmp_path: Path) -> None:
+    finished = run(tmp_path, "late")
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("this training is NOT protected") == 1, finished.output

@@ -1,0 +1,75 @@
+"""Scripts of users, each as plain Python starts it: `trainings_child.py CASE FOLDER`. Steps are told by `Losses`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.train import Callback, Model
+
+from lastgasp_mindformers import LastGasp
+from support.mindspore.losses import Losses
+
+SIZE = 4
+"""Steps of an epoch."""
+
+
+class Fails(Callback):  # type: ignore[misc]
+    """Raises at the end of a step of its training, or kills the process there."""
+
+    def __init__(self, at: int, *, kill: bool = False) -> None:
+        super().__init__()
+        self._left, self._kill = at, kill
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Count."""
+        self._left -= 1
+        if self._left == 0 and self._kill:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left == 0:
+            raise ValueError("of a test")
+
+
+def made() -> tuple[Any, Any, Any]:
+    """A model, its data, and its network without the optimizer."""
+    ms.set_seed(1)
+    random = np.random.default_rng(0)
+    data = random.random((SIZE * 8, 8)).astype(np.float32), random.random((SIZE * 8, 2)).astype(np.float32)
+    dataset = ms.dataset.NumpySlicesDataset(data, shuffle=True).batch(8)
+    net = nn.Dense(8, 2)
+    return Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.01, 0.9)), dataset, net
+
+
+def inline(folder: Path, fails: str) -> None:
+    """The line of the documentation: `model.train` is looked up before its arguments are evaluated."""
+    model, dataset, _ = made()
+    more = [Fails(6)] if fails else []
+    model.train(2, dataset, callbacks=[Losses(), *more, LastGasp(str(folder / "ckpts"))])
+
+
+def late(folder: Path, fails: str) -> None:
+    """`train` was looked up before lastgasp was there: the hooks are too late."""
+    from lastgasp_mindformers import uninstall
+
+    uninstall()
+    model, dataset, _ = made()
+    train = model.train
+    train(1, dataset, callbacks=[Losses(), LastGasp(str(folder / "ckpts"))])
+
+
+def main() -> None:
+    """One case."""
+    ms.set_device("CPU")
+    case, folder, *fails = sys.argv[1:]
+    globals()[case](Path(folder), fails[0] if fails else "")
+
+
+if __name__ == "__main__":
+    main()
