@@ -79,6 +79,12 @@ def test_the_flag_in_the_yaml_turns_everything_on(version: str, tmp_path: Path) 
     assert found["end"] == []
 
 
+@both_versions
+def test_a_second_trainer_is_not_told_to_load_what_the_first_one_has_saved(version: str, tmp_path: Path) -> None:
+    found = told(version, "again", tmp_path)
+    assert found["notes"] == [["run", str(tmp_path)], ["end_early", "Stop"]]
+
+
 @pytest.mark.full
 @both_versions
 def test_so_does_a_callback_in_the_yaml(version: str, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ class Training:
             entry["dir"] = str(options.gasp.directory)  # MindFormers' own object must get the same directory
         run = self._run = new_run(options)
         try:
-            run.selector.steer(trainer.config, arguments)
+            if not _trained_before():  # what the first training has saved is none of the second one's
+                run.selector.steer(trainer.config, arguments)
             result = call(**arguments)
         except BaseException as error:
             run.end_early(error)
@@ -135,6 +136,12 @@ def new_run(options: Options) -> Run:
     from lastgasp_mindformers.run import Run
 
     return Run(options)
+
+
+def _trained_before() -> bool:
+    from lastgasp_mindformers.run import trained_before
+
+    return trained_before()
 
 
 def as_list(callbacks: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from lastgasp_mindformers import loads
 from lastgasp_mindformers.aux_state import Numbers, decode, restore_random
 from lastgasp_mindformers.monitors import Saved
 from lastgasp_mindformers.pynative_writer import PynativeWriter
-from lastgasp_mindformers.run import Run
+from lastgasp_mindformers.run import ONLY_FIRST, Run, begins, trained_before
 from lastgasp_mindformers.settings import options_of_config
 
 log = logging.getLogger("lastgasp")
@@ -45,6 +45,9 @@ def protected(call: Any, trainer: Any, arguments: dict[str, Any], options: Optio
     Args:
         arguments: of the call, by name.
     """
+    if trained_before():
+        log.warning(ONLY_FIRST)
+        return call(**arguments)
     run = PynativeRun(options, trainer)
     try:
         with run.callbacks(), loads.method_watched(run.selector, trainer, "_load_checkpoint"):
@@ -155,6 +158,7 @@ class PynativeRun(Run):
     def began(self, state: Any) -> None:
         """`on_train_begin`: everything is loaded."""
         assert self.state is not None
+        begins()
         self._checkpoint.no_load_optim = self._weights_only
         if self._aux:
             restore_random(decode(self._aux))

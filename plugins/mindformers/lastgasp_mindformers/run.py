@@ -41,6 +41,18 @@ log = logging.getLogger("lastgasp")
 
 _attached = False
 """A training of this process was protected. Another one would resume from the first one's checkpoints."""
+ONLY_FIRST = "this process has trained before: lastgasp protects only its first training"
+
+
+def trained_before() -> bool:
+    """Whether a training of this process was protected: the only one that is, and that resumes."""
+    return _attached
+
+
+def begins() -> None:
+    """One is protected."""
+    global _attached
+    _attached = True
 
 
 class Run:
@@ -102,14 +114,13 @@ class Run:
         Raises:
             ConfigError, CheckpointError: what is asked for cannot be protected; no good checkpoint is left.
         """
-        global _attached
         given = list(arguments["callbacks"])
-        if _attached:
+        if trained_before():
             self._left = True
-            log.warning("this process has trained before: lastgasp protects only its first Model.train")
+            log.warning(ONLY_FIRST)
             # A LastGasp of the first one belongs to a session that is closed.
             return arguments | {"callbacks": [one for one in given if not isinstance(one, LastGasp)]}
-        _attached = True
+        begins()
         ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
         others = [callback for callback in given if callback is not ours]
         arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}

@@ -21,7 +21,7 @@ from lastgasp_mindformers import topology
 from lastgasp_mindformers.aux_state import AuxRecorder
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of
-from lastgasp_mindformers.pynative import PynativeRun
+from lastgasp_mindformers.pynative import PynativeRun, protected
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 
@@ -146,6 +146,9 @@ def main(folder: str) -> dict[str, Any]:
     told["raised"] = inside()
     told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]
     told["pynative"] = pynative_at(12)
+    options: Any = None
+    told["pynative again"] = protected(lambda **given: given, None, {"checkpoint_path": "x"}, options)
+    module._attached = False
     told["digests"], told["holders"] = digests(), holders()
     told["compared"] = run.session.compare_replicas.call_count
     module._attached = True

@@ -1,6 +1,6 @@
 """What is wrapped when, in a process with the real MindFormers. Prints one JSON object.
 
-Usage: hooks_child.py CASE DIRECTORY, with CASE off, quiet, yaml, entry, object, plain, drift.
+Usage: hooks_child.py CASE DIRECTORY, with CASE off, quiet, yaml, again, entry, object, plain, drift.
 """
 
 from __future__ import annotations
@@ -128,7 +128,11 @@ def main() -> dict[str, Any]:
     told["installed"] = [install(), install()]
     told["waiting"] = changes(before)
     config = Config(name="given", output_dir=directory)
-    if case == "yaml":
+    if case == "again":
+        from lastgasp_mindformers import run
+
+        run.begins()
+    if case in ("yaml", "again"):
         config["lastgasp"] = {"enable": True}
     if case == "entry":
         config["callbacks"] = [{"type": "LastGasp"}]
