@@ -36,3 +36,10 @@ def test_a_training_that_the_hooks_did_not_see_says_so(tmp_path: Path) -> None:
     finished = run(tmp_path, "late")
     assert finished.returncode == 0, finished.output
     assert finished.output.count("this training is NOT protected") == 1, finished.output
+
+
+def test_a_users_first_epoch_is_known_to_a_resume(tmp_path: Path) -> None:
+    assert run(tmp_path, "later", "raises").returncode != 0
+    finished = run(tmp_path, "later")
+    assert finished.returncode == 0, finished.output
+    assert job(tmp_path, "later").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], finished.output

@@ -41,7 +41,10 @@ def load(
     size = int(dataset.get_dataset_size())
     dataset.set_init_step(choice.step)
     log.info("resuming after step %d of %s", choice.step, choice.path)
-    return arguments | {"initial_epoch": choice.step // size}, choice.aux
+    begun = choice.step // size
+    if arguments.get("initial_epoch"):  # the user's own count of epochs, in which the file is named
+        begun = choice.epoch if choice.within >= size else choice.epoch - 1
+    return arguments | {"initial_epoch": begun}, choice.aux
 
 
 def _into(network: Any, path: Path, values: Any) -> None:

@@ -94,7 +94,7 @@ class Run:
         self._faults = LoopFaults(place.rank)
         self.life.on_close(self._faults.undo)
         self._aux = b""
-        self._seen = 0
+        self._seen = self._epochs = 0
         self._dataset: Any = None
         self._ended = self._saves = self._first = self._left = False
         self.session.register(device(), versions())
@@ -133,7 +133,9 @@ class Run:
         self._native = native_of(network, others, self.options.gasp.directory, self.place.world_size)
         if not _is_mindformers(others):
             self._dataset = arguments["train_dataset"]
+            own_count = arguments.get("initial_epoch")
             arguments, self._aux = load(self.selector, network, arguments, self._searched(others))
+            self._epochs = int(arguments["initial_epoch"]) if own_count else 0
         else:
             self._aux = self.selector.aux
         self._bind(network)
@@ -199,7 +201,10 @@ class Run:
         self._offset = done - int(params.cur_step_num)
         self._saves = any(is_monitor(callback) for callback in params.list_callback)
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
-        self.state.begin(Numbers(step=done, epoch=_epoch(params, done), within=within))
+        epoch = _epoch(params, done)
+        if self._epochs:  # the user has begun at a later one
+            epoch += self._epochs - done // int(params.batch_num)
+        self.state.begin(Numbers(step=done, epoch=epoch, within=within))
         self._seen = done
         self._first = True
         self._start(done)
