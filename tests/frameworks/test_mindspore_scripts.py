@@ -43,3 +43,17 @@ def test_a_users_first_epoch_is_known_to_a_resume(tmp_path: Path) -> None:
     finished = run(tmp_path, "later")
     assert finished.returncode == 0, finished.output
     assert job(tmp_path, "later").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], finished.output
+
+
+def test_exported_weights_are_no_checkpoints_of_the_training(tmp_path: Path) -> None:
+    assert run(tmp_path, "exports", "kill").returncode != 0, "nothing but an export is there"
+    assert run(tmp_path, "exports", "early").returncode != 0, "a save after a fault"
+    assert run(tmp_path, "exports", "kill").returncode != 0, "a newer export"
+    before = {path.name for path in (tmp_path / "ckpts").glob("net*.ckpt")}
+    finished = run(tmp_path, "exports")
+    assert finished.returncode == 0, finished.output
+    steps = [[1, 2, 3, 4, 5], [1, 2], [3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8]]
+    assert job(tmp_path, "exports").steps(0) == steps, finished.output
+    assert before <= {path.name for path in (tmp_path / "ckpts").iterdir()}
+    assert not list((tmp_path / "ckpts").glob("*.unfit*")) and not list((tmp_path / "ckpts").glob("net*.manifest.json"))
+    assert finished.output.count("saved_network or remove_redundancy") == 1

@@ -16,6 +16,7 @@ from lastgasp.errors import ConfigError, ControlError
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place, data_parallel
+from lastgasp_mindformers.listing import catalog_of
 from lastgasp_mindformers.manifests import AUX_SUFFIX, Manifests
 from lastgasp_mindformers.monitors import searched
 from support.checkpoint_kit import as_ranks
@@ -250,7 +251,7 @@ def test_the_guides_layouts(tmp_path: Path, guide: str, again: int) -> None:
     def body(rank: int, manifests: Manifests) -> Any:
         manifests._finished = lambda: finished.append(rank)
         monitor = ModelCheckpoint(prefix.format(rank=rank), tmp_path / folder.format(rank=rank), again)
-        looked_at = searched([monitor], rank, manifests._gather)
+        looked_at, _ = searched([monitor], rank, manifests._gather)
         manifests.bind([monitor])
         monitor.save(2, "1_2")
         manifests.step_end(2)
@@ -279,7 +280,7 @@ def test_ranks_whose_files_nobody_can_put_together_are_refused_at_the_first_star
 def test_all_ranks_look_where_only_one_saves(tmp_path: Path) -> None:
     def body(rank: int, manifests: Manifests) -> Any:
         monitors = [ModelCheckpoint("net", tmp_path / "ckpts")] if rank == 1 else []
-        return searched(monitors, rank, manifests._gather)
+        return searched(monitors, rank, manifests._gather)[0]
 
     first, second = Ranks().run(body)
     assert first == second == [(tmp_path / "ckpts", PLAIN), (tmp_path / "ckpts", LEGACY)]
@@ -289,10 +290,33 @@ def test_a_directory_that_a_function_decides_is_reported(tmp_path: Path, caplog:
     def body(rank: int, manifests: Manifests) -> Any:
         monitor = ModelCheckpoint("net", tmp_path)
         del monitor._directory
-        return searched([monitor], rank, manifests._gather)
+        return searched([monitor], rank, manifests._gather)[0]
 
     assert Ranks().run(body) == [[], []]
     assert "is a function" in caplog.text
+
+
+@pytest.mark.parametrize("partial", [{"saved_network": object()}, {"remove_redundancy": True}])
+def test_what_is_no_checkpoint_is_left_alone(
+    tmp_path: Path, partial: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(rank: int, manifests: Manifests) -> Any:
+        monitor = ModelCheckpoint("net", tmp_path / f"rank_{rank}")
+        vars(monitor._config).update(partial)
+        looked_at = searched([monitor], rank, manifests._gather)
+        manifests.bind([monitor])
+        monitor.save(2, "1_2")
+        manifests.step_end(2)
+        return looked_at
+
+    (where, apart), other = Ranks().run(body)
+    assert other == (where, apart) and where == []
+    assert caplog.text.count("saves no checkpoint") == 1
+    assert not list(tmp_path.glob("*.manifest.json"))
+    job, places = Place(rank=0, world_size=2, replicas=data_parallel(2)), [(tmp_path, PLAIN)]
+    assert [c.path.name for c in catalog_of(places, job, True).all()] == ["net-1_2.ckpt"]
+    found = catalog_of(places, job, True, apart)
+    assert (found.all(), found.unknown()) == ([], {})
 
 
 def test_only_rank_0_saves(tmp_path: Path) -> None:

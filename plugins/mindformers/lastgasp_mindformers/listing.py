@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -25,6 +27,8 @@ ENDINGS = (".ckpt", ".safetensors")
 """Endings of files with parameters."""
 _NOT_OF_TRAINING = ("strategy", ".corrupt")
 """MindSpore's strategy files have the endings of checkpoints, and say how those are sharded."""
+_AT, _AGAIN = re.compile(r"-\d+_\d+(_breakpoint)?\.\w+$"), re.compile(r"_\d+$")
+"""What follows the prefix in the name of a file, and the `_K` that MindSpore adds to the prefix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +40,15 @@ class CheckpointCatalog:
         ranks: how many this job has.
         bare: whether checkpoints without a manifest may be taken.
         same: whether all ranks should hold the same, so that one file may be for all.
+        apart: directory, resolved, and prefix of files that are no checkpoints of this training, unless one has a
+            manifest.
     """
 
     places: Sequence[tuple[Path, Layout]]
     ranks: int
     bare: bool = True
     same: bool = True
+    apart: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def folders(self) -> list[Path]:
@@ -50,7 +57,8 @@ class CheckpointCatalog:
 
     def all(self) -> list[Candidate]:
         """Newest first. Raises ConfigError when a directory cannot be listed."""
-        found = [self._judged(c, layout) for folder, layout in self.places for c in candidates([folder], layout)]
+        listed = [(c, layout) for folder, layout in self.places for c in candidates([folder], layout)]
+        found = [self._judged(c, layout) for c, layout in listed if not self._is_apart(c, layout)]
         return sorted(found, key=lambda c: c.age_key, reverse=True)
 
     def put_back(self) -> None:
@@ -100,6 +108,13 @@ class CheckpointCatalog:
 
     # -- judgement --------------------------------------------------------------------------------
 
+    def _is_apart(self, candidate: Candidate, layout: Layout) -> bool:
+        if not self.apart or layout.manifest_path(candidate.path).exists():
+            return False
+        files = layout.files(candidate.path).values()
+        named = [(os.path.realpath(file.parent), _AT.sub("", file.name)) for file in files]
+        return any({(at, prefix), (at, _AGAIN.sub("", prefix))} & self.apart for at, prefix in named)
+
     def _judged(self, candidate: Candidate, layout: Layout) -> Candidate:
         if not self.same and isinstance(layout, ModelCheckpointLayout) and not _ranks(candidate.path, layout):
             why = f"is one file, but each of the {self.ranks} ranks of this job holds something of its own"
@@ -146,10 +161,12 @@ class CheckpointCatalog:
         return None if candidate.step is not None else "does not say how many steps it holds"
 
 
-def catalog_of(places: Iterable[tuple[Path, Layout]], job: Place, bare: bool) -> CheckpointCatalog:
+def catalog_of(
+    places: Iterable[tuple[Path, Layout]], job: Place, bare: bool, apart: Iterable[tuple[str, str]] = ()
+) -> CheckpointCatalog:
     """Each place once, for this job."""
     once = list(dict.fromkeys((folder.absolute(), layout) for folder, layout in places))
-    return CheckpointCatalog(once, job.world_size, bare, same=len(job.replicas) == 1)
+    return CheckpointCatalog(once, job.world_size, bare, len(job.replicas) == 1, frozenset(apart))
 
 
 def _cut_short(checkpoint: Path, layout: Layout) -> bool:

@@ -25,12 +25,16 @@ from lastgasp.adapter import (
 from lastgasp.adapter.checkpoint import remove_orphans
 from lastgasp.adapter.files import write_atomically
 from lastgasp.adapter.mindspore import ITERATIONS, encode_aux, rank_of
-from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, places_of, told_by_all
+from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, is_partial, places_of, told_by_all
 
 log = logging.getLogger("lastgasp")
 
 AUX_SUFFIX = "lastgasp.small"
 """The file of auxiliary states inside a directory checkpoint."""
+_PARTIAL = (
+    "a ModelCheckpoint with saved_network or remove_redundancy saves no checkpoint that a training could resume from: "
+    "its files get no manifest, and a start leaves them alone"
+)
 
 
 class Manifests(NativeManifests):
@@ -68,7 +72,11 @@ class Manifests(NativeManifests):
             DeadlineExceeded, ControlError: the ranks could not agree.
             ConfigError: files of the ranks that could not be recognised as one checkpoint later.
         """
-        self._monitors = [Monitor(callback, self.place.rank) for callback in callbacks if is_monitor(callback)]
+        saving = [callback for callback in callbacks if is_monitor(callback)]
+        whole = [callback for callback in saving if not is_partial(callback)]
+        self._monitors = [Monitor(callback, self.place.rank) for callback in whole]
+        if len(whole) < len(saving) and self.place.rank == 0:
+            log.warning("%s", _PARTIAL)
         told = told_by_all(self._monitors, self._gather)
         self._together = len({len(each) for each in told}) == 1
         if self._together:

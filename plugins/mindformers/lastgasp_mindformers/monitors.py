@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,23 @@ class Saved(NativeSave):
 
 def is_monitor(callback: Any) -> bool:
     """Whether it is MindSpore's ModelCheckpoint, of which MindFormers' CheckpointMonitor is one."""
-    names = {(base.__module__.partition(".")[0], base.__name__) for base in type(callback).__mro__}
-    return ("mindspore", "ModelCheckpoint") in names
+    return ("mindspore", "ModelCheckpoint") in _kinds(callback)
+
+
+def is_partial(callback: Any) -> bool:
+    """Whether what it saves is no checkpoint of the training: weights alone, or each rank only a part of what is alike.
+
+    MindFormers loads the parts of its own CheckpointMonitor itself.
+    """
+    config = callback._config
+    if getattr(config, "saved_network", None) is not None:
+        return True
+    parts = bool(getattr(config, "remove_redundancy", False))
+    return parts and ("mindformers", "CheckpointMonitor") not in _kinds(callback)
+
+
+def _kinds(callback: Any) -> set[tuple[str, str]]:
+    return {(base.__module__.partition(".")[0], base.__name__) for base in type(callback).__mro__}
 
 
 class Monitor:
@@ -91,9 +107,10 @@ class Monitor:
         """What the other ranks must know of it. Empty where a function decides it, which is only known at a save."""
         callback = self._callback
         directory, prefix = getattr(callback, "_directory", None), getattr(callback, "_exception_prefix", None)
+        partial = is_partial(callback)
         if not isinstance(directory, str) or not isinstance(prefix, str):
-            return Told(self.again, "", "")
-        return Told(self.again, str(Path(directory).absolute()), prefix)
+            return Told(self.again, "", "", partial)
+        return Told(self.again, str(Path(directory).absolute()), prefix, partial)
 
     def _added(self) -> str:
         given, prefix = getattr(self._callback, "_exception_prefix", None), self._callback._prefix
@@ -136,12 +153,13 @@ class Told(msgspec.Struct, frozen=True):
     """Where one rank's ModelCheckpoint saves.
 
     Attributes:
-        again: the K of `_K` in its files' names; directory: absolute; prefix: without `_K`.
+        again: the K of `_K` in its files' names; directory: absolute; prefix: without `_K`; partial: as `is_partial`.
     """
 
     again: int
     directory: str
     prefix: str
+    partial: bool = False
 
 
 _TOLD = msgspec.json.Decoder(list[Told])
@@ -178,14 +196,21 @@ def _place_of(told: Sequence[Told]) -> SavePlace | None:
     return found
 
 
-def searched(callbacks: Iterable[Any], rank: int, gather: Gather) -> list[tuple[Path, Layout]]:
+def searched(
+    callbacks: Iterable[Any], rank: int, gather: Gather
+) -> tuple[list[tuple[Path, Layout]], set[tuple[str, str]]]:
     """Where the ModelCheckpoints of all ranks save, and how: where the next start looks. All ranks together.
+
+    Returns:
+        These, and directories and prefixes of those that save no checkpoints.
 
     Raises:
         ConfigError: as `places_of`; DeadlineExceeded, ControlError: the ranks could not agree.
     """
     monitors = [Monitor(callback, rank) for callback in callbacks if is_monitor(callback)]
-    told = told_by_all(monitors, gather)
+    all_told = told_by_all(monitors, gather)
+    apart = {(os.path.realpath(each.directory), each.prefix) for one in all_told for each in one if each.partial}
+    told = [[each for each in one if not each.partial] for one in all_told]
     if any(not each.directory for rank_told in told for each in rank_told):
         log.warning(
             "the directory or prefix of a ModelCheckpoint is a function: a start looks for its files only where they "
@@ -200,7 +225,7 @@ def searched(callbacks: Iterable[Any], rank: int, gather: Gather) -> list[tuple[
             (_without_rank(Path(each.directory)), PLAIN) for rank_told in told for each in rank_told if each.directory
         ]
     usual = [(directory, LEGACY) for directory, layout in found if layout is PLAIN]
-    return list(dict.fromkeys([*found, *usual]))
+    return list(dict.fromkeys([*found, *usual])), apart
 
 
 def _without_rank(directory: Path) -> Path:

@@ -63,11 +63,10 @@ class Native:
         path = folder / files[0]
         monitor, keep = self._monitor, self._kept(statistics)
         config = monitor._config if monitor is not None else None
-        network = (config.saved_network if config is not None else None) or self._network
         tensors = {name: mindspore.Tensor(value) for name, value in statistics.items() if self._is_saved(name)}
         extra = {} if config is None else {"enc_key": config.enc_key, "enc_mode": config.enc_mode}
         mindspore.save_checkpoint(
-            network,
+            self._network,
             str(path),
             integrated_save=False,
             append_dict=tensors | self._appended(numbers, statistics),
@@ -207,6 +206,9 @@ def _check(monitor: Any) -> None:
     if getattr(monitor._config, "remove_redundancy", False):
         remedy = "Leave remove_redundancy out: a file without its redundant parts needs the files of dead ranks."
         raise ConfigError("remove_redundancy", True, "False", remedy)
+    if getattr(monitor._config, "saved_network", None) is not None:
+        remedy = "Leave saved_network out: a training resumes from its checkpoints. Export weights by another callback."
+        raise ConfigError("saved_network of CheckpointMonitor", "a network", "None", remedy)
 
 
 def _optimizer(train_network: Any) -> Any:

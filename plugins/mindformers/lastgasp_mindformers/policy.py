@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -93,7 +93,9 @@ class MindFormersPolicy(SelectionPolicy):
 
     def named(self, path: Path) -> Candidate:
         """As the catalog judges it. Raises ConfigError: it is not there."""
-        there = dataclasses.replace(self._catalog, places=[(path.parent, layout_of(path))])
+        there = dataclasses.replace(
+            self._catalog, places=[(path.parent, layout_of(path))], apart=frozenset()
+        )
         found = next((c for c in there.all() if c.path == path), None)
         if found is None:
             remedy = "Look at `lastgasp verify` of its directory."
@@ -170,6 +172,8 @@ class MindFormersPolicy(SelectionPolicy):
         return [*(str(c.path) for c in self._catalog.all()), *self._catalog.unknown()]
 
 
-def catalog_for(places: list[tuple[Path, Layout]], options: Options, place: Place) -> CheckpointCatalog:
-    """Where this job looks."""
-    return catalog_of(places, place, not options.require_manifest)
+def catalog_for(
+    places: list[tuple[Path, Layout]], options: Options, place: Place, apart: Iterable[tuple[str, str]] = ()
+) -> CheckpointCatalog:
+    """Where this job looks, and which files there are no checkpoints of it."""
+    return catalog_of(places, place, not options.require_manifest, apart)

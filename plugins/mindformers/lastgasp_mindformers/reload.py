@@ -66,6 +66,7 @@ class MindFormersSelector:
     Attributes:
         resumed: completed updates of the checkpoint that was chosen; None where none was.
         aux: this rank's auxiliary state in it; empty where there is none.
+        apart: files that are no checkpoints of this training, as `CheckpointCatalog.apart`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class MindFormersSelector:
         self.resumed: int | None = None
         self.aux = b""
         self.present: frozenset[str] | None = None
+        self.apart: set[tuple[str, str]] = set()
 
     # -- MindFormers ------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class MindFormersSelector:
         return {name for content in contents for name in content.sizes}
 
     def _policy(self, places: Iterable[tuple[Path, Layout]], **more: Any) -> MindFormersPolicy:
-        self._catalog = catalog_for(list(places), self._options, self._place)
+        self._catalog = catalog_for(list(places), self._options, self._place, self.apart)
         return MindFormersPolicy(self._options, self._place, self._catalog, self._note, **more)
 
     def _select(self, policy: MindFormersPolicy) -> Candidate | None:

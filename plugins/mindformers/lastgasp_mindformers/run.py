@@ -148,7 +148,8 @@ class Run:
 
     def _searched(self, callbacks: list[Any]) -> list[tuple[Path, Layout]]:
         """Where checkpoints of a plain training may be: LastGasp's directory, and those of ModelCheckpoint."""
-        home, found = self.options.gasp.directory.absolute(), searched(callbacks, self.place.rank, self.session.gather)
+        home = self.options.gasp.directory.absolute()
+        found, self.selector.apart = searched(callbacks, self.place.rank, self.session.gather)
         own: list[tuple[Path, Layout]] = [(home, LEGACY)]
         if not any(folder == home for folder, _ in found):
             own.append((home, PLAIN))

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.train import Callback, Model
+from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint
 
 from lastgasp_mindformers import LastGasp
 from support.mindspore.losses import Losses
@@ -69,6 +69,15 @@ def later(folder: Path, fails: str) -> None:
     model, dataset, _ = made()
     callbacks = [Losses(), *([Fails(6)] if fails else []), LastGasp(str(folder / "ckpts"))]
     model.train(8, dataset, callbacks=callbacks, initial_epoch=5)
+
+
+def exports(folder: Path, fails: str) -> None:
+    """Weights alone, every third step, into the directory of LastGasp."""
+    model, dataset, net = made()
+    config = CheckpointConfig(save_checkpoint_steps=3, saved_network=net)
+    weights = ModelCheckpoint(prefix="net", directory=str(folder / "ckpts"), config=config)
+    failure = {"early": [Fails(2)], "kill": [Fails(5, kill=True)]}.get(fails, [])
+    model.train(2, dataset, callbacks=[Losses(), weights, *failure, LastGasp(str(folder / "ckpts"))])
 
 
 def main() -> None:
