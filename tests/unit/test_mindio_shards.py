@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -148,7 +149,20 @@ def test_what_is_damaged_is_moved_away_and_the_tracker_names_another(folder: Pat
     assert (folder / reload.TRACKER).read_text() == "4"
 
 
+def test_where_only_a_periodic_save_is_left_the_tracker_names_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (3, 5):
+        flip_bit(folder / f"iter_000000{step}/model.pt", 100)
+    reload.verify_newest()
+    assert (folder / reload.TRACKER).read_text() == "4"
+    assert "cannot be verified" in caplog.text
+    reload.verify_newest()
+    assert (folder / reload.TRACKER).read_text() == "4"
+
+
 def test_where_all_are_damaged_the_job_does_not_start(folder: Path) -> None:
+    shutil.rmtree(folder / "iter_0000004")
     for step in (3, 5):
         flip_bit(folder / f"iter_000000{step}/model.pt", 100)
     with pytest.raises(NoGoodCheckpoint, match="iter_0000003"):

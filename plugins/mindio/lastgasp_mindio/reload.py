@@ -24,7 +24,7 @@ def verify_newest() -> None:
     """Verify; see above. With LASTGASP_RESUME=never nothing is looked at.
 
     Raises:
-        NoGoodCheckpoint: all checkpoints with a manifest are damaged.
+        NoGoodCheckpoint: all checkpoints are damaged.
     """
     config, layout = settings.config(), settings.layout()
     if config.resume == "never":
@@ -37,9 +37,11 @@ def verify_newest() -> None:
     remove_stale_temps(folder)
     put_back(folder, layout)
     reasons: dict[str, str] = {}
+    unverified = False
     for candidate in candidates([folder], layout):
         why = _judged(candidate, layout)
         if why is None:
+            unverified = True
             continue
         if not why:
             log.info("%s is verified", candidate.path)
@@ -47,8 +49,10 @@ def verify_newest() -> None:
         reasons[str(candidate.path)] = why
         log.warning("%s is not used: %s", candidate.path, why)
     else:
-        if reasons:
+        if reasons and not unverified:
             raise NoGoodCheckpoint(str(folder), reasons)
+        if reasons:
+            log.warning("%s: no checkpoint with a manifest is good; what is left cannot be verified", folder)
     if reasons:
         _repair_tracker(folder, layout)
 
