@@ -36,6 +36,7 @@ from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers import begun, unfit
 from lastgasp_mindformers.reload import MindFormersSelector, Selected
+from lastgasp_mindformers.steering import resume_request_of
 from lastgasp_mindformers.unfit import DoesNotLoad, refuse_missing
 from support.checkpoint_kit import Died, DyingDisk, as_ranks
 from support.mindspore_files import boundary, safetensors, state, write
@@ -795,3 +796,8 @@ def test_a_word_that_cannot_be_read_refuses_nothing(tmp_path: Path, content: byt
     job = Loading(Home(tmp_path).fill(8), unfit=())
     (tmp_path / unfit.NAME).write_bytes(content)
     assert job.start(1) == [8, 8]
+
+
+def test_output_dir_is_read_as_mindformers_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resume_request_of({"output_dir": "~/out"}, {}).saves == tmp_path / "out/checkpoint"

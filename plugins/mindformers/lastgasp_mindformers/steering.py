@@ -76,7 +76,7 @@ def resume_request_of(config: Config, arguments: Config) -> ResumeRequest:
     resume = config.get("resume_training") if resume is None else resume
     if section.get("no_load_optim") is not None:
         resume = not section.get("no_load_optim")
-    output = Path(config.get("output_dir") or "./output").absolute()
+    output = Path(config.get("output_dir") or "./output").expanduser().absolute()
     saves = _directory_of_monitor(config, newer) or output / "checkpoint"
     if load is True:  # "the last one of the previous round"
         load, resume = str(saves), resume or True
