@@ -18,6 +18,7 @@ from lastgasp.pytorch.ondemand import OnDemand
 from lastgasp.pytorch.uservalues.contents import content_of
 from lastgasp.pytorch.uservalues.portable import NotPortable, decode, encode
 from lastgasp.trailer import split_trailer, with_trailer
+from support.value_graphs import Script, form_of
 
 CPU = torch.device("cpu")
 
@@ -37,8 +38,8 @@ class Record:
     seen: list[int] = field(default_factory=list)
 
 
-def there_and_back(value: Any, now: Any = None) -> Any:
-    found, fill = decode(encode(value, content_of)[0], now, CPU)
+def there_and_back(value: Any, here: Mapping[int, Any] | None = None) -> Any:
+    found, fill, _ = decode(encode(value, content_of)[0], CPU, here or {})
     fill()
     return found
 
@@ -82,13 +83,13 @@ def test_objects_and_generators_get_their_content_where_they_are() -> None:
         one, other = made(), made()
         draw(one)
         data = encode(one, content_of)[0]
-        decode(data, other, CPU)[1]()
+        decode(data, CPU, {0: other})[1]()
         assert draw(one) == draw(other)
         with pytest.raises(NotPortable):
-            decode(data, None, CPU)
+            decode(data, CPU, {})
     record, holder = Record(3, [1]), {"r": Record()}
     held = holder["r"]
-    there_and_back({"r": record}, holder)
+    there_and_back({"r": record}, {0: holder, 1: held})
     assert holder["r"] is held and held == record
 
 
@@ -106,9 +107,9 @@ def test_other_things_are_not_written(value: Any) -> None:
 
 def test_nothing_is_imported_for_what_a_file_names() -> None:
     with pytest.raises(NotPortable):
-        decode(msgspec.msgpack.encode(["object", "os.system", [], None]), None, CPU)
+        decode(msgspec.msgpack.encode(["object", "os.system", [], None]), CPU, {})
     with pytest.raises(NotPortable):
-        decode(msgspec.msgpack.encode(["dict", "collections.defaultdict", [], "os.system"]), None, CPU)
+        decode(msgspec.msgpack.encode(["dict", "collections.defaultdict", [], "os.system"]), CPU, {})
     assert there_and_back(defaultdict(list, a=[1])).default_factory is list
 
 
@@ -251,6 +252,133 @@ def test_one_thing_in_two_places_and_what_cannot_be_written_are_named_and_nothin
     note = process.takes({0: data})
     assert "holder.count: holder.best was lost" in note
     assert all(f"holder.{name}: it cannot be written" in note for name in ("best", "outs", "recent"))
+
+
+def moving(holder: Any) -> None:
+    """What people write: each step binds another tensor."""
+    holder.run["loss"] = 0.9 * holder.run["loss"] + 1
+    holder.run["acc"] = holder.run["acc"] + 10
+    holder.means[0], holder.means[1] = holder.means[0] + 1, holder.means[1] + 2
+    holder.known["x"] = np.array([7.0])
+
+
+def test_what_begins_as_one_object_in_many_places_gets_the_values_of_each() -> None:
+    constant, array = torch.zeros(()), np.zeros(1)
+
+    def make() -> Holder:
+        run = dict.fromkeys(("loss", "acc"), constant)
+        return Holder(zero=constant, run=run, means=[constant] * 3, known={"x": array})
+
+    data, after = Process(make).gives(moving), Process(make)
+    run: Any = after.holder.run  # type: ignore[attr-defined]
+    assert after.takes({0: data}) == ""
+    found: Any = after.holder
+    assert found.run is run and run == {"loss": 1, "acc": 10}
+    assert found.means == [1, 2, 0] and found.known["x"].tolist() == [7.0]
+    assert found.means[2] is found.zero is constant and constant == 0 and array.tolist() == [0.0]
+
+
+def test_tensors_that_attributes_have_in_common_stay_one() -> None:
+    def train(one: Any) -> None:
+        one.best = torch.ones(())
+        one.outs.append(one.best)
+
+    data, after = Process(holder).gives(train), Process(holder)
+    assert after.takes({0: data}) == ""
+    found: Any = after.holder
+    assert found.best is found.outs[0] and found.best == 1
+    other = Process(lambda: Holder(**vars(holder()) | {"best": 1}))
+    note = other.takes({0: data})
+    assert "holder.outs: it has something in common with holder.best" in note
+    assert (other.holder.best, other.holder.outs) == (1, [])  # type: ignore[attr-defined]
+
+
+def test_which_is_one_thing_counts_as_well_as_what_is_in_it() -> None:
+    def make() -> Holder:
+        return Holder(a=torch.zeros(1), b=torch.zeros(1), c=[0], d=[0])
+
+    def train(one: Any) -> None:
+        one.a = one.b
+
+    data, after = Process(make).gives(train), Process(make)
+    assert after.takes({0: data}) == ""
+    assert after.holder.a is after.holder.b  # type: ignore[attr-defined]
+
+    def make_one() -> Holder:
+        found = make()
+        vars(found).update(d=found.c)  # type: ignore[attr-defined]
+        return found
+
+    def part(one: Any) -> None:
+        one.d = [0]
+
+    data, after = Process(make_one).gives(part), Process(make_one)
+    assert after.takes({0: data}) == ""
+    assert after.holder.c is not after.holder.d  # type: ignore[attr-defined]
+
+
+def test_members_of_a_set_are_told_apart() -> None:
+    one, other = ("b", 1), ("a", 1)
+    found = there_and_back([{one, other}, one, other])
+    assert found == [{one, other}, one, other]
+    cycle: Any = ([],)
+    cycle[0].append(cycle)
+    with pytest.raises(NotPortable):
+        there_and_back(cycle)
+
+
+def test_what_training_has_removed_is_lost() -> None:
+    def train(one: Any) -> None:
+        del one.best
+        one.count = 3
+
+    assert "holder.best: it cannot be written" in Process(holder).takes({0: Process(holder).gives(train)})
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("seed", range(0, 4000, 400))
+def test_random_objects_are_restored_as_they_were_or_not_at_all(
+    seed: int, hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lastgasp.pytorch.uservalues.carried._NAMED", 1000)
+    for each in range(seed, seed + 20):
+        restored = saved_and_restored(each, hook)
+        assert restored in (True, False), f"seed {each}: {restored}"
+
+
+def saved_and_restored(seed: int, hook: bool) -> Any:
+    """Whether all was restored; what is wrong otherwise."""
+
+    def begun() -> tuple[Script, Began, Began, list[Root]]:
+        script = Script(seed)
+        roots = [Root(f"h{i}", one) for i, one in enumerate(script.holders)]
+        began = Began.of(roots, [])
+        if hook:
+            script.hook(seed)
+        return script, began, Began.of(roots, []), roots
+
+    before, began, start, roots = begun()
+    values = UserValues(roots)
+    before.train(seed + 1)
+    values.take()
+    carried = Carried({0: changed(values, began, start, 1)}, 1)
+    after, again, _, new = begun()
+    untouched = begun()[0]
+    note = carried.restore([carried.prepare(0, new, again, CPU)])
+
+    def form(script: Script, which: list[int]) -> Any:
+        """Of what can be written."""
+        known = [(began.digests[f"h{i}"], start.digests[f"h{i}"]) for i in which]
+        parts = [vars(script.holders[i]).items() for i in which]
+        return form_of(*({name: one for name, one in part if None not in (a.get(name, 0), b.get(name, 0))}
+                         for part, (a, b) in zip(parts, known, strict=True)))  # fmt: skip
+
+    good = [i for i in (0, 1) if f"h{i}." not in note]
+    if form(after, good) != form(before, good):
+        return f"{form(before, good)} became {form(after, good)}"
+    if not good and form(after, [0, 1]) != form(untouched, [0, 1]):
+        return f"{form(untouched, [0, 1])} became {form(after, [0, 1])}"
+    return bool(good)
 
 
 def test_values_that_were_not_kept_are_a_reason() -> None:

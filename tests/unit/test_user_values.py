@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from lastgasp.adapter.again import Limits, Root, UserValues, fill, packed
+from lastgasp.adapter.again import Limits, Places, Root, UserValues, fill, packed
+from support.value_graphs import NAMES, Script, form_of
 
 
 class Holder:
@@ -300,13 +301,14 @@ def test_hooks_that_made_things_anew() -> None:
     old, inner = [1, 2], {"count": 3}
     holder = make(seen=old, parts=inner, made={"it": iter(""), "n": 1}, net=opened, pair=(iter(""),), n=4, g=None)
     holder.g = torch.Generator().manual_seed(5)
-    values = kept(holder, known=[opened, opened_anew])
+    roots = [Root("holder", holder)]
+    values, before = kept(holder, known=[opened, opened_anew]), Places.of(roots)
     drawn = torch.rand(2, generator=holder.g)
     values.put_back()
     new, made, pair = list[int](), {"it": iter(""), "n": 0}, (iter(""),)
     holder.seen, holder.made, holder.net, holder.pair, holder.n, holder.late = new, made, opened_anew, pair, 0, 1
     holder.g = torch.Generator()
-    values.put_back(entered=True)
+    values.put_back(True, before, Places.of(roots))
     assert holder.seen is new and new == [1, 2] and holder.parts is inner
     assert holder.made is made and made["n"] == 1 and holder.made["it"] is made["it"]
     assert holder.net is opened_anew and holder.pair is pair and (holder.n, holder.late) == (4, 1)
@@ -319,13 +321,103 @@ def test_another_process_gets_them_in_its_own_objects() -> None:
     one.it, one.pair, one.queue = iter(""), ([1], "x"), collections.deque([1, 2], maxlen=2)
     one.g = torch.Generator().manual_seed(9)
     torch.rand(5, generator=one.g)
-    data = packed([Root("holder", one)])
+    data = packed([Root("holder", one)], (), Places.of([Root("holder", one)]))
     seen, net, t = list[float](), nn.Linear(1, 1), torch.zeros(2)
     two = make(n=0, seen=seen, also=seen, net=net, record=Record(), t=t, it="mine", g=torch.Generator())
     two.queue = collections.deque(maxlen=2)
-    named = fill([Root("holder", two)], data)
+    named = fill([Root("holder", two)], data, Places.of([Root("holder", two)]))
     assert (two.n, two.seen, two.record, two.net, two.it) == (3, [1.5], Record(2, [7]), net, "mine")
     assert two.seen is two.also is seen and two.t is t and t.tolist() == [1, 1]
     assert torch.equal(torch.rand(3, generator=two.g), torch.rand(3, generator=one.g))
     assert (two.pair, two.queue, two.queue.maxlen) == (([1], "x"), collections.deque([1, 2]), 2)
     assert set(named) == {f"holder.{name}" for name in ("seen", "record", "t", "g", "pair", "queue")}
+
+
+ZERO = torch.zeros(())
+
+
+def averages() -> Any:
+    """Begins with one tensor in all places, as people write it."""
+    return make(zero=ZERO, run=dict.fromkeys(("loss", "acc"), ZERO), means=[ZERO] * 3)
+
+
+def move(one: Any) -> None:
+    """A step."""
+    one.run["loss"], one.run["acc"] = one.run["loss"] + 1, one.run["acc"] + 10
+    one.means[0] = one.means[0] + 2
+
+
+def test_one_object_in_many_places_gets_the_values_of_each_in_another_process() -> None:
+    one, two = averages(), averages()
+    before = Places.of([Root("holder", one)])
+    move(one)
+    run = two.run
+    fill([Root("holder", two)], packed([Root("holder", one)], (), before), Places.of([Root("holder", two)]))
+    assert two.run is run and run == {"loss": 1, "acc": 10} and two.means == [2, 0, 0]
+    assert two.means[1] is two.zero is ZERO and ZERO == 0
+
+
+def test_one_object_in_many_places_gets_the_values_of_each_where_hooks_make_it_anew() -> None:
+    one = averages()
+    before = Places.of([Root("holder", one)])
+    move(one)
+    values = kept(one)
+    move(one)
+    values.put_back()
+    vars(one).update(vars(averages()))
+    run = one.run
+    values.put_back(True, before, Places.of([Root("holder", one)]))
+    assert one.run is run and run == {"loss": 1, "acc": 10} and one.means == [2, 0, 0]
+    assert one.means[1] is one.zero is ZERO and ZERO == 0
+
+
+def test_factories_and_lengths_are_handed_over() -> None:
+    def make_one() -> Any:
+        return make(counts=collections.defaultdict(int), odd=collections.defaultdict(lambda: 3), named=Named(a=1))
+
+    one, two = make_one(), make_one()
+    before = Places.of([Root("holder", one)])
+    one.counts["a"] += 1
+    one.counts = collections.defaultdict(float, one.counts)
+    one.odd["b"] += 1
+    one.queue = collections.deque([1, 2], maxlen=2)
+    advanced(one.named)
+    fill([Root("holder", two)], packed([Root("holder", one)], (), before), Places.of([Root("holder", two)]))
+    assert (two.counts, two.counts.default_factory) == ({"a": 1}, float)
+    assert (two.odd, two.odd["new"], two.queue.maxlen, two.named.changes) == ({"b": 4, "new": 3}, 3, 2, 1)
+    one.odd = collections.defaultdict(lambda: 5)
+    data = packed([Root("holder", one)], (), before)
+    assert "holder.odd" in fill([Root("holder", two)], data, Places.of([Root("holder", two)]))
+
+
+def of(script: Script) -> list[Root]:
+    """Its roots."""
+    return [Root(f"h{i}", one) for i, one in enumerate(script.holders)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_objects_go_to_another_process_as_they_are(seed: int) -> None:
+    one, two = Script(seed, odd=False), Script(seed + seed % 3, odd=False)  # ranks may begin with other values
+    before = Places.of(of(one))
+    one.train(seed + 1)
+    fill(of(two), packed(of(one), (), before), Places.of(of(two)))
+    assert form_of(*two.holders) == form_of(*one.holders)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_objects_are_put_back_where_hooks_have_made_some_anew(seed: int) -> None:
+    one, anew, draw = Script(seed, odd=False), Script(seed, odd=False), random.Random(seed)
+    before, values = Places.of(of(one)), UserValues(of(one))
+    values.take()
+    one.train(seed + 1)
+    values.take()
+    was = form_of(*one.holders)
+    one.train(seed + 2)
+    values.put_back()
+    assert form_of(*one.holders) == was
+    for name in NAMES:
+        for holder, other in zip(one.holders, anew.holders, strict=True):
+            if draw.random() < 0.5:
+                setattr(holder, name, getattr(other, name))
+    values.put_back(True, before, Places.of(of(one)))
+    assert form_of(*one.holders) == was

@@ -300,7 +300,7 @@ class LightningAgain(AgainHere):
         if names := unsaved.modules() if unsaved is not None else []:
             self.run.session.note(_MODULES.format(", ".join(names)))
         try:
-            return packed(kept.roots, kept.left_out) if kept is not None else b""
+            return packed(kept.roots, kept.left_out, self.run.carried.places) if kept is not None else b""
         except Exception as error:  # an object of the user's that cannot be pickled
             log.warning("values of the module and of callbacks cannot be handed over: %s", error)
             return b""
@@ -316,10 +316,10 @@ class LightningAgain(AgainHere):
             return
         kept, run.entry.objects.values = run.entry.objects.values, None
         if kept is not None:
-            kept.put_back(entered=True)
+            kept.put_back(True, run.carried.before, run.carried.places)
             note = kept.note()
         elif memory.values:
-            named = fill(roots_of(run.trainer), memory.values)
+            named = fill(roots_of(run.trainer), memory.values, run.carried.places)
             more = f" and {len(named) - 3} more" if len(named) > 3 else ""
             note = f"rank {run.place.rank} has another rank's values: {', '.join(named[:3])}{more}" if named else ""
         else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.adapter.again import Began, Carried, changed
+from lastgasp.adapter.again import Began, Carried, Places, changed
 from lastgasp.adapter.torch import OnDemand, split_trailer
-from lastgasp_lightning.uservalues import known_of, unsaved_roots
+from lastgasp_lightning.uservalues import known_of, roots_of, unsaved_roots
 
 if TYPE_CHECKING:
     from lastgasp_lightning.run import LightningRun
@@ -24,10 +24,13 @@ class CarriedValues:
 
     Attributes:
         written: those of this rank at the end of a step.
+        places: where all was when hooks of the start had run, if this fit may be entered again; before: in the entry
+            before this one.
     """
 
     def __init__(self, run: LightningRun) -> None:
-        self._run, self._began, self._start = run, Began({}, {}), Began({}, {})
+        self._run, self._began, self._start = run, Began(), Began()
+        self.places, self.before = Places(), Places()
         self._started = False
         self.written = OnDemand(self._of, apart=run.trainer.strategy.root_device.type != "cpu")
 
@@ -44,6 +47,9 @@ class CarriedValues:
             return
         run, self._started = self._run, True
         kept: Any = run.entry.objects if run.entry is not None else None
+        if kept is not None:
+            self.before, self.places = kept.places, Places.of(roots_of(run.trainer), known_of(run.trainer))
+            kept.places = self.places
         if kept is not None and kept.began is not None:
             self._start = kept.began[1]
             return

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 
-from lastgasp.adapter.again import Began, KeptModules, UserValues, renew_scaler
+from lastgasp.adapter.again import Began, KeptModules, Places, UserValues, renew_scaler
 from lastgasp.adapter.torch import rng
 from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.unsharded import KeptParts
@@ -41,11 +41,13 @@ class KeptTrainer:
         trainer: the Trainer.
         values: what the user's objects keep, from the end of one entry to the boundary in the next.
         began: how that was when the fit began for the first time, and before its first step.
+        places: where it was when the hooks of the last entry's start had run.
     """
 
     def __init__(self, trainer: Any, model: Any) -> None:
         self.values: UserValues | None = None
         self.began: tuple[Began, Began] | None = None
+        self.places = Places()
         self.trainer, self._module = trainer, model
         sharded = is_sharded_by(trainer.strategy)
         self._modes, self._parts = KeptModules(model), KeptParts(model) if sharded else None

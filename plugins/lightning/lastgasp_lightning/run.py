@@ -204,7 +204,7 @@ class LightningRun(Training):
         )  # fmt: skip
         if isinstance(source, GaspSource):
             source.carried = self.carried.written
-            life.on_close(before_calls(self.trainer.fit_loop, "on_advance_start", self.carried.starts))
+        life.on_close(before_calls(self.trainer.fit_loop, "on_advance_start", self.carried.starts))
         source.present, self.unsaved = self.selector.present, unsaved_of(self.trainer)
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers)
         self._source: StateSource = source

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from lastgasp.pytorch.uservalues.carried import Began, Carried, changed
-from lastgasp.pytorch.uservalues.keeper import Root, UserValues
+from lastgasp.pytorch.uservalues.keeper import UserValues
 from lastgasp.pytorch.uservalues.kinds import is_users, is_users_module
 from lastgasp.pytorch.uservalues.limits import ONCE, Limits
+from lastgasp.pytorch.uservalues.places import Places, Root
 from lastgasp.pytorch.uservalues.transfer import fill, packed
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Began",
     "Carried",
     "Limits",
+    "Places",
     "Root",
     "UserValues",
     "changed",

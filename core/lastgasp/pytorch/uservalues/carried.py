@@ -9,7 +9,7 @@ number of the process) is the new process's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,34 +18,44 @@ import xxhash
 
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import Long, content_of
-from lastgasp.pytorch.uservalues.keeper import Root, UserValues
+from lastgasp.pytorch.uservalues.keeper import UserValues
 from lastgasp.pytorch.uservalues.kinds import put_attributes
-from lastgasp.pytorch.uservalues.portable import decode, encode
+from lastgasp.pytorch.uservalues.places import Common, Name, Places, Root
+from lastgasp.pytorch.uservalues.portable import can_be_made, decode, encode
 
 LIMIT = 4 << 20
 """Bytes of one rank, at most; all ranks have no more than `TOTAL`, since one of them writes the values of all."""
 TOTAL = 64 << 20
-_VERSION = 1
+_VERSION = 2
 _ABSENT = b""
 """The digest of an attribute that is not there."""
 _NAMED = 4
 
 
 class _Value(msgspec.Struct, frozen=True, array_like=True):
-    """Attributes: digest when the fit began; the value; whether it is still the object that was there then."""
+    """Attributes: digest when the fit began; the value.
+
+    kept: by the numbers of objects in it, all ways to those of them that were there when the fit began: that very
+        object of the new process gets the content. shared: names of the tensors that other attributes have, too.
+    """
 
     began: bytes
     data: bytes
-    same: bool
+    kept: dict[int, list[list[Any]]]
+    shared: dict[int, str]
 
 
 class _OfRank(msgspec.Struct, frozen=True, array_like=True):
-    """Attributes: by object and attribute; what has changed and cannot be written; why nothing is here."""
+    """Attributes: by object and attribute; what has changed and cannot be written; why nothing is here.
+
+    together: attributes that have something in common, so that they are restored all or none.
+    """
 
     version: int
     values: dict[str, dict[str, _Value]] = {}
     lost: list[str] = []
     why: str = ""
+    together: list[list[str]] = []
 
 
 @dataclass(frozen=True)
@@ -53,17 +63,16 @@ class Began:
     """How the values were at one moment: when a fit began, before anything was restored; before its first step.
 
     Attributes:
-        digests: by object and attribute; None where it cannot be written. objects: the values of all others.
+        digests: by object and attribute; None where it cannot be written. places: of all that was there.
     """
 
-    digests: dict[str, dict[str, bytes | None]]
-    objects: dict[str, dict[str, Any]]
+    digests: dict[str, dict[str, bytes | None]] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
 
     @classmethod
     def of(cls, roots: Iterable[Root], known: Iterable[object]) -> Began:
         """As they are now. Never raises."""
-        left_out, digests = {id(one) for one in known}, dict[str, dict[str, bytes | None]]()
-        objects: dict[str, dict[str, Any]] = {}
+        left_out, began = {id(one) for one in known}, cls()
         here = list(roots)
         names = [root.name for root in here]
         for root in here:
@@ -73,13 +82,12 @@ class Began:
                 own = content_of(root.value, kinds.OBJECT, root.skip)
             except Exception:  # the user's object
                 continue
-            found, held = digests.setdefault(root.name, {}), objects.setdefault(root.name, {})
+            found = began.digests.setdefault(root.name, {})
             for name, value in own.items():
                 data = _encoded(value, content_of, left_out)[0]
                 found[name] = None if data is None else _digest(data)
-                if data is not None:  # what is large is not kept alive
-                    held[name] = value
-        return cls(digests, objects)
+                began.places.look((root.name, name), value, content_of, left_out)
+        return began
 
 
 def changed(values: UserValues, began: Began, start: Began, world_size: int) -> bytes:
@@ -106,34 +114,56 @@ def _short(why: object) -> str:
     return str(why)[:200].encode(errors="replace").decode()
 
 
+@dataclass
+class _Own:
+    """An attribute that can be restored, as it is."""
+
+    began: bytes
+    data: bytes
+    objects: list[Any]
+
+
 def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
     contents, left_out = _at_boundary(values), {id(one) for one in values.left_out}
-    owners: dict[int, tuple[str, str]] = {}
-    found: dict[str, dict[str, _Value]] = {}
-    lost, shared = set[tuple[str, str]](), set[tuple[str, str]]()
+    own, now = dict[Name, _Own](), Places()
+    lost, carried = set[Name](), set[Name]()
     for root in values.roots:
-        place, objects = root.name, began.objects.get(root.name, {})
+        place, present = root.name, contents(root.value, kinds.OBJECT)
         if place not in began.digests or place not in start.digests:  # it saves itself, or was added since
             first, before = None, dict[str, bytes | None]()
         else:
             first, before = began.digests[place], start.digests[place]
-        for name, value in contents(root.value, kinds.OBJECT).items():
-            data, parts = _encoded(value, contents, left_out)
+        lost |= {(place, name) for name in before.keys() - present.keys() if before[name] is not None}
+        for name, value in present.items():
             here = (place, name)
-            for part in parts:  # what two of them hold would be two things
-                if (other := owners.setdefault(part, here)) != here:
-                    shared |= {here, other}
+            now.look(here, value, contents, left_out)
             was, then = first.get(name, _ABSENT) if first is not None else None, before.get(name, _ABSENT)
             if was is None or then is None:
                 continue
+            data, objects = _encoded(value, contents, left_out)
             if data is None:
                 lost.add(here)
-            elif _digest(data) != then:
-                found.setdefault(place, {})[name] = _Value(was, data, objects.get(name, _ABSENT) is value)
-    for place, name in shared:
-        if found.get(place, {}).pop(name, None) is not None:
+                continue
+            own[here] = _Own(was, data, objects)
+            if _digest(data) != then:
+                carried.add(here)
+    common = Common(began.places, start.places, now, own.keys())
+    carried = common.with_others(carried)
+    lost |= common.torn(carried)
+    found: dict[str, dict[str, _Value]] = {}
+    for place, name in carried - lost:
+        one = own[place, name]
+        kept = {i: common.kept(part, carried) for i, part in enumerate(one.objects)}
+        if any(not kept[i] and not can_be_made(part) for i, part in enumerate(one.objects)):
             lost.add((place, name))
-    return _OfRank(_VERSION, found, sorted(f"{place}.{name}" for place, name in lost))
+            continue
+        shared = {i: common.name_of(part) for i, part in enumerate(one.objects) if not kept[i]}
+        found.setdefault(place, {})[name] = _Value(
+            one.began, one.data, {i: [list(path) for path in paths] for i, paths in kept.items() if paths},
+            {i: tag for i, tag in shared.items() if tag},
+        )  # fmt: skip
+    together = [sorted(map(".".join, group)) for group in common.groups(carried)]
+    return _OfRank(_VERSION, found, sorted(f"{place}.{name}" for place, name in lost), "", sorted(together))
 
 
 def _at_boundary(values: UserValues) -> Callable[[Any, str], Any]:
@@ -152,11 +182,11 @@ def _at_boundary(values: UserValues) -> Callable[[Any, str], Any]:
     return contents
 
 
-def _encoded(value: Any, contents: Callable[[Any, str], Any], known: set[int]) -> tuple[bytes | None, set[int]]:
+def _encoded(value: Any, contents: Callable[[Any, str], Any], known: set[int]) -> tuple[bytes | None, list[Any]]:
     try:
         return encode(value, contents, known, LIMIT)
     except Exception:  # NotPortable, and whatever the user's objects raise
-        return None, set()
+        return None, []
 
 
 def _digest(data: bytes) -> bytes:
@@ -187,6 +217,7 @@ class Carried:
         for name in sorted({name for one in self._ranks.values() for name in one.lost}):
             self._refused[name] = "it cannot be written"
             self._refuse_all_beside(name, self._refused)
+        self._refuse_together(self._refused)
         if not self._missing:
             return
         first, *others = self._ranks.values() if self._ranks else [_OfRank(_VERSION)]
@@ -197,6 +228,20 @@ class Carried:
                     name: f"rank {ranks} left none{self._why}"
                     for one in self._ranks.values() for name in _names(place, one) if name not in self._refused
                 }  # fmt: skip
+        self._refuse_together(self._refused)
+
+    def _refuse_together(self, refused: dict[str, str]) -> None:
+        """What has something in common with what is refused is so, too: it would be two things. On all ranks alike."""
+        groups = [group for one in self._ranks.values() for group in one.together]
+        names = {name for one in self._ranks.values() for place in one.values for name in _names(place, one)}
+        more = True
+        while more:
+            more = False
+            for group in groups:
+                first = next((name for name in group if name in refused), None)
+                for name in names.intersection(group) - refused.keys() if first is not None else ():
+                    refused[name], more = f"it has something in common with {first}", True
+                    self._refuse_all_beside(name, refused)
 
     def _refuse_all_beside(self, name: str, refused: dict[str, str]) -> None:
         place = name.rpartition(".")[0]
@@ -218,20 +263,23 @@ class Carried:
     def prepare(self, rank: int, roots: Iterable[Root], began: Began, device: torch.device) -> bytes:
         """Look at what can be restored in this process. Returns what to tell the other ranks."""
         own = self._ranks.get(rank) or next(iter(self._ranks.values()))
-        refused = dict[str, str]()
+        refused, shared = dict[str, str](), dict[str, Any]()
         by_name = {root.name: root for root in roots}
         for place, values in own.values.items():
             root, before = by_name.get(place), began.digests.get(place, {})
-            now = content_of(root.value, kinds.OBJECT, root.skip) if root is not None else {}
             for name, value in values.items():
                 full = f"{place}.{name}"
                 if full in self._refused:
                     continue
-                if root is None or before.get(name, _ABSENT) != value.began:
+                here = {i: began.places.exactly(paths) for i, paths in value.kept.items()}
+                other = any(one is None for one in here.values())
+                if root is None or before.get(name, _ABSENT) != value.began or other:
                     refused[full] = "the script begins with another value"
                     continue
+                here |= {i: shared[tag] for i, tag in value.shared.items() if tag in shared}
                 try:
-                    found, fill = decode(value.data, now.get(name) if value.same else None, device)
+                    found, fill, objects = decode(value.data, device, here)
+                    shared |= {tag: objects[i] for i, tag in value.shared.items()}
                 except Exception as error:  # NotPortable, or the user's objects
                     refused[full] = _short(error)
                     self._refuse_all_beside(full, refused)
@@ -244,6 +292,7 @@ class Carried:
         refused = dict(self._refused)
         for one in told:
             refused |= msgspec.msgpack.decode(one, type=dict[str, str])
+        self._refuse_together(refused)
         for root, name, found, fill in self._puts:
             if (full := f"{root.name}.{name}") in refused:
                 continue

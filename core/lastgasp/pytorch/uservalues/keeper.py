@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 from lastgasp.pytorch.uservalues import kinds
-from lastgasp.pytorch.uservalues.contents import NOTHING, PARTS, Big, Long, Row, content_of, places_in, put
+from lastgasp.pytorch.uservalues.contents import NOTHING, PARTS, Big, Long, Row, content_of, entries_of, places_in, put
 from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
+from lastgasp.pytorch.uservalues.places import Places, Root
 from lastgasp.pytorch.uservalues.walk import Seen, Walk
-
-
-@dataclass(frozen=True)
-class Root:
-    """An object of the user's, and the names of its attributes that are not the user's, or are restored elsewhere."""
-
-    name: str
-    value: Any
-    skip: frozenset[str] = NOTHING
 
 
 class UserValues:
@@ -115,18 +107,22 @@ class UserValues:
         except Exception as error:  # the user's objects, which training may still be changing
             return f"the values of the user's objects cannot be compared: {type(error).__name__}: {error}"
 
-    def put_back(self, entered: bool = False) -> None:
+    def put_back(self, entered: bool = False, before: Places | None = None, now: Places | None = None) -> None:
         """Have all as at the last `take`, in the very objects that were there.
 
         Args:
             entered: the training was entered again, and its hooks have made things anew: those that cannot be put back
-                are left, and what was made anew in the place of a value of the same type gets its content.
+                are left, and what was made anew in the place where hooks had made a value gets its content.
+            before, now: where all was when hooks had run in the entry of which this has the values, and in this one.
         """
         index = {id(row.value): row for row in self._rows}
         instead: dict[int, Any] = {}
         if entered:
+            used = set[int]()
+            if before is not None and now is not None:
+                self._made_anew(before, now, index, instead, used)
             for row in self._rows:
-                self._match(row, index, instead)
+                self._match(row, index, instead, used)
         for row in self._rows:
             skip, value = self.skips.get(id(row.value), NOTHING), instead.get(id(row.value), row.value)
             content = _resolved(row, instead)
@@ -134,17 +130,36 @@ class UserValues:
                 content = _with_others(row, content, content_of(value, row.kind, skip), index)
             put(row, value, content, skip, remove=not entered)
 
-    def _match(self, row: Row, index: dict[int, Row], instead: dict[int, Any]) -> None:
-        """Find what was made anew for the values in a row."""
+    def _made_anew(
+        self, before: Places, now: Places, index: dict[int, Row], instead: dict[int, Any], used: set[int]
+    ) -> None:
+        """What hooks have made anew at each start: no two values become one thing."""
+        for row in self._rows:
+            found = [now.at(path) for path in before.paths(row.value) if None not in path]
+            if row.kind == kinds.TUPLE or any(one is row.value for one in found):
+                continue
+            for one in found:
+                if type(one) is type(row.value) and id(one) not in used | index.keys() and _fits(one, row.value):
+                    instead[id(row.value)] = one
+                    used.add(id(one))
+                    break
+
+    def _match(self, row: Row, index: dict[int, Row], instead: dict[int, Any], used: set[int]) -> None:
+        """Find what was made anew for the values in a row that have what cannot be put back, a file say."""
         if row.kind not in PARTS or isinstance(row.content, Long):
             return
         live = content_of(instead.get(id(row.value), row.value), row.kind, self.skips.get(id(row.value), NOTHING))
         for key, value in places_in(row.kind, row.content):
             known, now = index.get(id(value)), _at(live, key)
-            if known is None or now is value or id(value) in instead or id(now) in index:
+            if known is None or now is value or id(value) in instead or id(now) in index or id(now) in used:
                 continue
-            if type(now) is type(value) and known.kind != kinds.TUPLE and _fits(now, value):
+            if type(now) is type(value) and known.kind in PARTS and _fits(now, value) and _has_others(known, index):
                 instead[id(value)] = now
+                used.add(id(now))
+
+
+def _has_others(row: Row, index: dict[int, Row]) -> bool:
+    return not isinstance(row.content, Long) and any(_is_other(one, index) for one in entries_of(row.kind, row.content))
 
 
 def _resolved(row: Row, instead: dict[int, Any]) -> Any:
@@ -154,11 +169,20 @@ def _resolved(row: Row, instead: dict[int, Any]) -> Any:
         return content
 
     def now(value: Any) -> Any:
+        if isinstance(value, tuple | frozenset) and instead and id(value) not in instead:
+            instead[id(value)] = _remade(value, [now(one) for one in value])
         return value.found() if isinstance(value, Big) else instead.get(id(value), value)
 
     if isinstance(content, dict):
         return {key: now(value) for key, value in content.items()}
     return type(content)(map(now, content))
+
+
+def _remade(value: Any, parts: list[Any]) -> Any:
+    """A tuple of these parts: the very one, if they are its own."""
+    if all(map(is_, value, parts)):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def _with_others(row: Row, content: Any, live: Any, index: dict[int, Row]) -> Any:

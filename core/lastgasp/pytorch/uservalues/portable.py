@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lastgasp.pytorch.uservalues import kinds
-from lastgasp.pytorch.uservalues.contents import NOTHING, Row, bytes_of, can_be_copied, content_of, put, version_of
+from lastgasp.pytorch.uservalues.contents import NOTHING, Row, bytes_of, can_be_copied, content_of, put
 
 Contents = Callable[[Any, str], Any]
 """What is in a value of a kind, as of `content_of`; raises KeyError where it is not known."""
@@ -32,7 +32,7 @@ _MADE: dict[str, Callable[[], Any]] = {
 _FACTORIES = {f"builtins.{one.__name__}": one for one in (int, float, list, dict, set)}
 _CONTAINERS = (kinds.LIST, kinds.DICT, kinds.SET, kinds.DEQUE, kinds.TUPLE)
 _NUMBERS = (kinds.TENSOR, kinds.NDARRAY)
-_NUMBERS_MADE = ("torch.Tensor", "numpy.ndarray")
+_NUMBERS_MADE = {"torch.Tensor", "numpy.ndarray"}
 _RANDOM = (kinds.GENERATOR, kinds.RANDOM, kinds.NUMPY_RANDOM)
 
 
@@ -40,8 +40,8 @@ class NotPortable(Exception):
     """It cannot be written, or there is nothing that could take it."""
 
 
-def encode(value: Any, contents: Contents, known: Iterable[int] = (), limit: int = 4 << 20) -> tuple[bytes, set[int]]:
-    """The bytes of a value, the same in every process, and the ids of what may change in it in place.
+def encode(value: Any, contents: Contents, known: Iterable[int] = (), limit: int = 4 << 20) -> tuple[bytes, list[Any]]:
+    """The bytes of a value, the same in every process, and the objects in it, but for numbers and texts.
 
     Args:
         contents: gives what is in it.
@@ -57,36 +57,46 @@ def encode(value: Any, contents: Contents, known: Iterable[int] = (), limit: int
     data = msgspec.msgpack.encode(node)
     if len(data) > limit:
         raise NotPortable("it is too large")
-    return data, writer.changing
+    return data, writer.objects
 
 
-def decode(data: bytes, now: Any, device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """The value, for the place of `now`, and what puts the contents into it. Nothing has changed before that is called.
+def can_be_made(value: Any) -> bool:
+    """Whether the reader can make one of its kind, where it is given none."""
+    cls = type(value)
+    if f"{cls.__module__}.{cls.__qualname__}" not in _MADE.keys() | _NUMBERS_MADE:
+        return False
+    return cls is not collections.defaultdict or _extra(value) in (None, *_FACTORIES)
 
-    Objects that are there are filled, so that whoever holds them has the values, too.
+
+def decode(
+    data: bytes, device: torch.device, here: Mapping[int, Any]
+) -> tuple[Any, Callable[[], None], list[Any]]:
+    """The value, what puts the contents into it, and its objects. Nothing has changed before that is called.
 
     Args:
         device: of tensors that were on one.
+        here: by the number of an object, as in the list that `encode` returned: what is filled instead of made, so that
+            whoever holds it has the values, too. No two are the same. Of a tuple it is the class that is taken.
 
     Raises:
-        NotPortable: there is nothing in that place that could take it.
+        NotPortable: there is nothing that could take it.
         ValueError: not the bytes of a value.
     """
-    reader = _Reader(device)
-    found = reader.build(msgspec.msgpack.decode(data), now)
+    reader = _Reader(device, here)
+    found = reader.build(msgspec.msgpack.decode(data))
 
     def fill() -> None:
         for row, content in reader.puts:
-            put(row, row.value, content, NOTHING, remove=False)
+            put(row, row.value, content, NOTHING, remove=True)
 
-    return found, fill
+    return found, fill, reader.done
 
 
 class _Writer:
     def __init__(self, contents: Contents, known: frozenset[int], limit: int) -> None:
         self._contents, self._known, self._left = contents, known, limit
         self._places: dict[int, int] = {}
-        self.changing: set[int] = set()
+        self.objects: list[Any] = []
 
     def node(self, value: Any) -> Any:
         kind, cls = kinds.kind_of(type(value)), type(value)
@@ -97,8 +107,7 @@ class _Writer:
         if id(value) in self._known:
             raise NotPortable("it refers to what is restored elsewhere")
         self._places[id(value)] = len(self._places)
-        if kind is not kinds.TUPLE and version_of(value) != 0:  # a tensor of that version never has
-            self.changing.add(id(value))
+        self.objects.append(value)
         name = f"{cls.__module__}.{cls.__qualname__}"
         if kind in _NUMBERS:
             return [kind, name, *self._numbers(value, kind)]
@@ -106,25 +115,25 @@ class _Writer:
             return [kind, name, encode(self._contents(value, kind), content_of)[0]]
         if kind not in _CONTAINERS and kind is not kinds.OBJECT:
             raise NotPortable(f"it has a {cls.__name__}")
-        return [kind, name, self._parts(kind, value), self._extra(value)]
+        return [kind, name, self._parts(kind, value), _extra(value)]
 
     def _parts(self, kind: str, value: Any) -> list[Any]:
         if kind is not kinds.OBJECT:
             self._take(8 * len(value))  # before it is copied
+            if getattr(value, "__dict__", None):
+                raise NotPortable(f"it has a {type(value).__name__} with attributes")
         content = self._contents(value, kind)
         if isinstance(content, dict):
             return [[self.node(key), self.node(one)] for key, one in content.items()]
-        found = [self.node(one) for one in content]
-        unordered = kind is kinds.SET or isinstance(value, frozenset)
-        return sorted(found, key=msgspec.msgpack.encode) if unordered else found
+        if kind is kinds.SET or isinstance(value, frozenset):
+            content = self._sorted(content)
+        return [self.node(one) for one in content]
 
-    @staticmethod
-    def _extra(value: Any) -> Any:
-        """What a new one is made with, where it needs something."""
-        if type(value) is collections.deque:
-            return value.maxlen
-        factory = value.default_factory if type(value) is collections.defaultdict else None
-        return f"{factory.__module__}.{factory.__qualname__}" if isinstance(factory, type) else None
+    def _sorted(self, content: Iterable[Any]) -> list[Any]:
+        """Members of a set in an order that is the same in every process; in it they are numbered, and read."""
+        keyed = [(encode(one, self._contents, self._known, self._left)[0], one) for one in content]
+        keyed.sort(key=lambda pair: pair[0])
+        return [one for _, one in keyed]
 
     def _plain(self, value: Any) -> Any:
         if value is None or type(value) in (bool, float, str, bytes):
@@ -150,7 +159,7 @@ class _Writer:
             return [value.dtype.str, list(value.shape), content.tobytes()]
         copy = content[1] if content[1] is not None else value  # one of a long container, which has not changed
         data = bytes_of(copy.detach().resolve_conj().resolve_neg())
-        return [str(value.dtype).removeprefix("torch."), list(value.shape), data, value.device.type]
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), data, value.device.type, _trained(value)]
 
     def _take(self, nbytes: int) -> None:
         self._left -= nbytes
@@ -158,18 +167,33 @@ class _Writer:
             raise NotPortable("it is too large")
 
 
+def _extra(value: Any) -> Any:
+    """What a new one is made with, where it needs something."""
+    if type(value) is collections.deque:
+        return value.maxlen
+    factory = value.default_factory if type(value) is collections.defaultdict else None
+    if factory is None:
+        return None
+    return f"{factory.__module__}.{factory.__qualname__}" if isinstance(factory, type) else "a function"
+
+
+_UNDONE = object()
+
+
 class _Reader:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._done: list[Any] = []
+    def __init__(self, device: torch.device, here: Mapping[int, Any]) -> None:
+        self._device, self._here = device, here
+        self.done: list[Any] = []
         self.puts: list[tuple[Row, Any]] = []
 
-    def build(self, node: Any, now: Any) -> Any:
+    def build(self, node: Any) -> Any:
         if not isinstance(node, list):
             return node
         kind, *rest = node
         if kind == _SAME:
-            return self._done[rest[0]]
+            if self.done[rest[0]] is _UNDONE:
+                raise NotPortable("a tuple that is in itself")
+            return self.done[rest[0]]
         if kind == _INT:
             return int(rest[0], 16)
         if kind == _COMPLEX:
@@ -177,58 +201,73 @@ class _Reader:
         if kind == _SCALAR:
             return np.frombuffer(rest[1], np.dtype(rest[0]))[0]
         name, content, *more = rest
-        place = len(self._done)
-        self._done.append(None)
-        there = now if f"{type(now).__module__}.{type(now).__qualname__}" == name else None
+        place = len(self.done)
+        self.done.append(_UNDONE)
+        there = self._here.get(place)
+        if there is not None and f"{type(there).__module__}.{type(there).__qualname__}" != name:
+            raise NotPortable(f"there is a {type(there).__name__} instead of a {name}")
         if kind in _NUMBERS:
-            if there is None and name not in _NUMBERS_MADE:
-                raise NotPortable(f"there is no {name} that could take it")
-            self._done[place] = found = self._numbers(kind, there, content, *more)
+            self.done[place] = found = self._numbers(kind, name, there, content, *more)
         elif kind == kinds.TUPLE:
-            self._done[place] = found = self._tuple(name, there, content)
+            self.done[place] = found = self._tuple(name, there, content)
         elif kind in _RANDOM:
-            self._done[place] = found = _needed(there, name)
-            state, fill = decode(content, None, self._device)
+            self.done[place] = found = _needed(there, name)
+            state, fill, _ = decode(content, self._device, {})
             fill()
             self._put(found, kind, state)
         else:
-            self._done[place] = found = there if there is not None else _new(name, more[0])
-            self._put(found, kind, self._parts(kind, found, content))
+            if there is not None and _extra(there) != more[0]:
+                raise NotPortable(f"there is a {name} of another kind")
+            self.done[place] = found = there if there is not None else _new(name, more[0])
+            self._put(found, kind, self._parts(kind, content))
         return found
 
     def _put(self, value: Any, kind: str, content: Any) -> None:
         self.puts.append((Row(value, kind, None, ""), content))
 
-    def _parts(self, kind: str, live: Any, content: list[Any]) -> Any:
+    def _parts(self, kind: str, content: list[Any]) -> Any:
         if kind in (kinds.OBJECT, kinds.DICT):
-            there = content_of(live, kind)
-            pairs = [(self.build(key, None), one) for key, one in content]
-            found = {key: self.build(one, there.get(key)) for key, one in pairs}
-            return {**there, **found} if kind == kinds.OBJECT else found
-        places = list(live) if kind == kinds.LIST and len(live) == len(content) else [None] * len(content)
-        parts = [self.build(one, there) for one, there in zip(content, places, strict=True)]
+            pairs = [(self.build(key), self.build(one)) for key, one in content]
+            return dict(pairs)
+        parts = [self.build(one) for one in content]
         return set(parts) if kind == kinds.SET else parts
 
     def _tuple(self, name: str, there: Any, content: list[Any]) -> Any:
-        places = there if isinstance(there, tuple) and len(there) == len(content) else (None,) * len(content)
-        parts = [self.build(one, part) for one, part in zip(content, places, strict=True)]
+        parts = [self.build(one) for one in content]
         cls: Any = type(there) if there is not None else _MADE.get(name)
         if cls is None:
             raise NotPortable(f"a {name} is not made from a file")
         return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
 
-    def _numbers(self, kind: str, there: Any, dtype: str, shape: list[int], data: bytes, device: str = "cpu") -> Any:
+    def _numbers(
+        self, kind: str, name: str, there: Any, dtype: str, shape: list[int], data: bytes, device: str = "cpu",
+        trained: bool = False,
+    ) -> Any:  # fmt: skip
+        if there is None and name not in _NUMBERS_MADE:
+            raise NotPortable(f"there is no {name} that could take it")
         if kind == kinds.NDARRAY:
             array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
-            if there is None or there.shape != array.shape or there.dtype != array.dtype or not there.flags.writeable:
+            if there is None:
                 return array
+            if (there.shape, there.dtype) != (array.shape, array.dtype) or not (
+                there.flags.writeable or there.tobytes() == data
+            ):
+                raise NotPortable("there is an array of another form")
             self._put(there, kind, array)
             return there
         tensor = _tensor(dtype, shape, data)
-        if there is None or (there.shape, there.dtype) != (tensor.shape, tensor.dtype) or not can_be_copied(there):
-            return tensor if device == "cpu" else tensor.to(self._device)
+        if there is None:
+            return (tensor if device == "cpu" else tensor.to(self._device)).requires_grad_(trained)
+        form = (there.dtype, there.device.type, _trained(there))
+        if form != (tensor.dtype, device, trained) or not can_be_copied(there):
+            raise NotPortable("there is a tensor of another form")
         self._put(there, kind, (0, tensor.to(there.device)))
         return there
+
+
+def _trained(value: Tensor) -> bool:
+    """A tensor that asks for gradients itself; what was computed from others goes on without them."""
+    return value.requires_grad and value.is_leaf
 
 
 def _needed(there: Any, name: str) -> Any:
@@ -245,7 +284,7 @@ def _new(name: str, extra: Any) -> Any:
     if name == "collections.defaultdict":
         if extra is not None and extra not in _FACTORIES:
             raise NotPortable(f"a defaultdict of {extra}")
-        return collections.defaultdict(_FACTORIES.get(extra))
+        return collections.defaultdict(None if extra is None else _FACTORIES[extra])
     return _MADE[name]()
 
 

@@ -1,0 +1,211 @@
+"""Which object is where: the ways to all that may change, from the attributes of the roots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lastgasp.pytorch.uservalues import kinds
+from lastgasp.pytorch.uservalues.contents import NOTHING, Big, content_of, entries_of, weakly
+from lastgasp.pytorch.uservalues.limits import Limits
+
+Path = tuple[Any, ...]
+"""Names of a root and of its attribute, then keys and indices; None for what has no place, as in a set."""
+Name = tuple[str, str]
+"""Of a root and of its attribute."""
+
+_NOT = (kinds.PLAIN, kinds.LEFT, kinds.UNKNOWN, kinds.MODULE)
+_WITH_PARTS = (kinds.OBJECT, kinds.DICT, kinds.LIST, kinds.SET, kinds.DEQUE, kinds.TUPLE)
+_MOST = 100_000
+"""Entries of one attribute that are looked at."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """An object of the user's, and the names of its attributes that are not the user's, or are restored elsewhere."""
+
+    name: str
+    value: Any
+    skip: frozenset[str] = NOTHING
+
+
+class Places:
+    """Those of one moment. Objects are kept alive, but for what is large."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, list[Path]] = {}
+        self._held: dict[int, Callable[[], Any]] = {}
+        self._at: dict[Path, int] = {}
+
+    @classmethod
+    def of(cls, roots: Iterable[Root], known: Iterable[object] = ()) -> Places:
+        """Where all is now. Never raises."""
+        found, left_out = cls(), {id(one) for one in known}
+        for root in roots:
+            try:
+                own = content_of(root.value, kinds.OBJECT, root.skip)
+            except Exception:  # the user's object
+                continue
+            for name, value in own.items():
+                found.look((root.name, name), value, content_of, left_out)
+        return found
+
+    def look(self, name: Name, value: Any, contents: Callable[[Any, str], Any], known: Collection[int]) -> None:
+        """Add what is found from an attribute.
+
+        Args:
+            contents: as of `encode`; known: ids of what is restored elsewhere.
+        """
+        for path, one in _reached(name, value, contents, known):
+            if not self.paths(one):
+                self._paths[id(one)], self._held[id(one)] = [], _held(one)
+            self._paths[id(one)].append(path)
+            self._at[path] = id(one)
+
+    def at(self, path: Iterable[Any]) -> Any:
+        """What was there; None where nothing was."""
+        found = self._held.get(self._at.get(tuple(path), 0))
+        return None if found is None else found()
+
+    def paths(self, value: Any) -> list[Path]:
+        """All ways to this very object."""
+        held = self._held.get(id(value))
+        return self._paths[id(value)] if held is not None and held() is value else []
+
+    def exactly(self, paths: Iterable[Iterable[Any]]) -> Any:
+        """The object to which these are all the ways; None if there is none."""
+        wanted = {tuple(one) for one in paths}
+        found = self.at(next(iter(wanted)))
+        return found if found is not None and set(self.paths(found)) == wanted else None
+
+    def shared(self) -> Iterator[Any]:
+        """What was found from more than one attribute."""
+        for number, paths in self._paths.items():
+            if len(paths) > 1 and len(names(paths)) > 1 and (found := self._held[number]()) is not None:
+                yield found
+
+
+class Common:
+    """What attributes have in common, when some are written for another process and others are left as it has them.
+
+    Args:
+        began, start, now: places when the fit began, before its first step, and as they are written.
+        own: attributes that can be written.
+    """
+
+    def __init__(self, began: Places, start: Places, now: Places, own: Collection[Name]) -> None:
+        self._began, self._start, self._now, self._own = began, start, now, set(own)
+        self._shared = [one for one in now.shared() if kinds.kind_of(type(one)) is not kinds.TUPLE]
+
+    def with_others(self, carried: set[Name]) -> set[Name]:
+        """Attributes that are to be written if these are.
+
+        Also where no value has changed, but which of them are one thing has; and all that have a tensor in common.
+        """
+        carried = set(carried)
+        for one in (*self._shared, *self._start.shared()):
+            now, then = set(self._now.paths(one)), set(self._start.paths(one))
+            if now != then and kinds.kind_of(type(one)) is not kinds.TUPLE:
+                carried |= names(now | then) & self._own
+        while True:
+            more = set[Name]()
+            for one in self._shared:
+                its = names(self._now.paths(one))
+                if its & carried and _is_numbers(one) and not self._as_began(one, carried):
+                    more |= its & self._own
+            if more <= carried:
+                return carried
+            carried |= more
+
+    def torn(self, carried: set[Name]) -> set[Name]:
+        """Those of them that have something in common with each other, or with others, that would be two things."""
+        found = set[Name]()
+        for one in self._shared:
+            its = names(self._now.paths(one))
+            if its & carried and not self._as_began(one, carried) and not (_is_numbers(one) and its <= carried):
+                found |= its & carried
+        return found
+
+    def kept(self, value: Any, carried: set[Name]) -> list[Path]:
+        """All ways to it when the fit began, if the new process's object there is to get its content."""
+        paths = self._began.paths(value) if type(value) not in (tuple, frozenset) else []
+        where, now = names(paths), names(self._now.paths(value))
+        good = bool(where & now) and where - now <= carried and not any(None in path for path in paths)
+        return paths if good else []
+
+    def _as_began(self, value: Any, carried: set[Name]) -> bool:
+        """Who has it now had it when the fit began."""
+        return names(self._now.paths(value)) <= names(self.kept(value, carried))
+
+    def name_of(self, value: Any) -> str:
+        """Of a tensor that attributes have in common; empty if they do not."""
+        paths = self._now.paths(value)
+        return min(map(repr, paths)) if _is_numbers(value) and len(names(paths)) > 1 else ""
+
+    def groups(self, carried: set[Name]) -> Iterator[set[Name]]:
+        """Attributes that have something in common, or had when the fit began."""
+        for one in (*self._shared, *self._began.shared()):
+            its = names(self._now.paths(one)) | names(self.kept(one, carried))
+            if len(its & carried) > 1:
+                yield its & carried
+
+
+def names(paths: Iterable[Path]) -> set[Name]:
+    """The attributes from which they lead."""
+    return {path[:2] for path in paths}
+
+
+def _is_numbers(value: Any) -> bool:
+    return kinds.kind_of(type(value)) in (kinds.TENSOR, kinds.NDARRAY)
+
+
+def _held(value: Any) -> Callable[[], Any]:
+    large = _is_numbers(value) and value.nbytes > Limits.single
+    return weakly(value) if large else lambda: value
+
+
+def _reached(
+    name: Name, value: Any, contents: Callable[[Any, str], Any], known: Collection[int]
+) -> Iterator[tuple[Path, Any]]:
+    """All that may change, once for each way to it."""
+    stack: list[tuple[Path, Any]] = [(name, value)]
+    seen, left = set[int](), _MOST
+    while stack:
+        path, one = stack.pop()
+        one = one.found() if isinstance(one, Big) else one
+        kind = kinds.kind_of(type(one))
+        if kind in _NOT or id(one) in known:
+            continue
+        yield path, one
+        if id(one) in seen or kind not in _WITH_PARTS:
+            continue
+        seen.add(id(one))
+        try:
+            left -= len(one) if kind != kinds.OBJECT else 1  # before it is copied
+            if left < 0:
+                return
+            content = contents(one, kind)
+        except Exception:  # the user's object; KeyError where it was not recorded
+            continue
+        found = [((*path, key), part) for key, part in _parts(kind, content)]
+        if kind != kinds.OBJECT and getattr(one, "__dict__", None):  # a list of the user's class, say
+            found += [((*path, None), part) for part in kinds.attributes(one).values()]
+        stack += found[::-1]
+
+
+def _parts(kind: str, content: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(content, dict):
+        for key, part in content.items():
+            if type(key) is tuple:
+                yield None, key
+            if not isinstance(part, _PLAINEST):
+                yield key if type(key) is str or (type(key) is int and abs(key) < 1 << 63) else None, part
+        return
+    placed = kind in (kinds.LIST, kinds.TUPLE) and not isinstance(content, frozenset)
+    for i, part in enumerate(entries_of(kind, content)):
+        if not isinstance(part, _PLAINEST):
+            yield i if placed else None, part
+
+
+_PLAINEST = (type(None), int, float, str, bytes)
