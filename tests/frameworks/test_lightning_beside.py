@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -92,3 +93,50 @@ def test_a_step_that_draws_several_batches_does_not_go_on_with_the_right_ones(
     assert fit(trainer, Draws(count), DataLoader(data(size=size), 4))
     assert caplog.text.count("training_step draws its batches itself") == noted
     assert trainer.global_step == 12 + 2 * noted, "four batches are drawn again, which make two steps"
+
+
+class Records(L.Callback):
+    """Counts batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen = list[int]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        self.seen.append(trainer.global_step)
+
+
+class Stops(Records, EarlyStopping):
+    """Derived from one of Lightning's with a state."""
+
+
+class Files(Records, ModelCheckpoint):
+    """From one that runs after LastGasp."""
+
+
+class Own(Records, Checkpoint):
+    """And from its base alone."""
+
+
+class Saved(Stops):
+    """Has it all in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": self.seen}
+
+
+def test_what_users_add_to_callbacks_of_lightnings_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def callbacks() -> list[Any]:
+        stops: list[Any] = [kind(monitor="loss", patience=9) for kind in (Stops, Saved)]
+        return [Records(), *stops, Files(dirpath=tmp_path / "files", every_n_train_steps=2), Own()]
+
+    assert not fit(job.make(*callbacks(), strike=5, enable_checkpointing=True), Small())
+    notes = notes_of(job)
+    assert "beside their state: Own.seen, Stops.seen, Files.seen. No checkpoint" in notes
+    job.restart()
+    again = callbacks()
+    assert fit(job.make(*again, enable_checkpointing=True), Small())
+    assert [len(one.seen) for one in (again[0], again[-1])] == [12, 7], "all, or none, not all but one"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric
@@ -80,13 +83,27 @@ def roots_of(trainer: Any) -> list[Root]:
 
 def unsaved_of(trainer: Any) -> Unsaved:
     """What of them no checkpoint has: that of objects without methods of their own that save it."""
-    roots = unsaved_roots(trainer)
+    roots = [root for root in roots_of(trainer) if not _saves(root.value)] + list(_derived(trainer))
     return Unsaved(trainer.lightning_module, roots, "get_extra_state of modules, or state_dict of callbacks,")
 
 
 def unsaved_roots(trainer: Any) -> list[Root]:
-    """Those of objects without methods of their own that save them."""
-    return [root for root in roots_of(trainer) if not _saves(root.value)]
+    """Those of objects without methods of their own that save them, as the end of a step has them.
+
+    Not of Checkpoints of the user's: their hooks run when that is recorded already.
+    """
+    return [one for one in roots_of(trainer) if not (_saves(one.value) or isinstance(one.value, Checkpoint))]
+
+
+def _derived(trainer: Any) -> Iterator[Root]:
+    """What classes of the user's add to callbacks of Lightning's, and do not save: it is only named."""
+    for one in filter(is_lightnings, trainer.callbacks):
+        bases = type(one).__mro__
+        own = [vars(base) for base in bases if is_users(base)]
+        if own and not any(name in methods for methods in own for name in ("state_dict", "on_save_checkpoint")):
+            theirs = [f for base in bases if not is_users(base) for f in vars(base).values()]
+            code = [inspect.unwrap(f).__code__ for f in theirs if isinstance(f, FunctionType)]
+            yield Root(type(one).__name__, one, frozenset(name for each in code for name in each.co_names))
 
 
 def _saves(value: Any) -> bool:
