@@ -41,7 +41,10 @@ log = logging.getLogger("lastgasp")
 
 _attached = False
 """A training of this process was protected. Another one would resume from the first one's checkpoints."""
-ONLY_FIRST = "this process has trained before: lastgasp protects only its first training"
+ONLY_FIRST = (
+    "this process has trained before: lastgasp protects only its first training. If this one saves checkpoints, give "
+    "it a directory of its own: the next start of the script would take them for the first one's"
+)
 
 
 def trained_before() -> bool:
