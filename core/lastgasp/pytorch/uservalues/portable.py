@@ -120,7 +120,7 @@ class _Writer:
     def _parts(self, kind: str, value: Any) -> list[Any]:
         if kind is not kinds.OBJECT:
             self._take(8 * len(value))  # before it is copied
-            if getattr(value, "__dict__", None):
+            if getattr(value, "__dict__", {}).keys() - {"__orig_class__"}:  # which `Counter[str]()` has
                 raise NotPortable(f"it has a {type(value).__name__} with attributes")
         content = self._contents(value, kind)
         if isinstance(content, dict):
