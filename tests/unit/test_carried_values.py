@@ -46,7 +46,8 @@ def there_and_back(value: Any, here: Mapping[int, Any] | None = None) -> Any:
 
 PLAIN: list[Any] = [
     None, True, 3, -(1 << 80), 1 << 63, 0.1, float("inf"), "text", b"bytes", 1 + 2j, [1, [2]], (1, (2, [3])), {1, 2},
-    frozenset({"a"}), {"a": {1: (2,)}, 3: []}, OrderedDict(a=1), Counter("abca"), Counter[str]("ab"), deque([1, 2], 4), deque([1]),
+    frozenset({"a"}), {"a": {1: (2,)}, 3: []}, OrderedDict(a=1), Counter("abca"), Counter[str]("ab"),
+    deque([1, 2], 4), deque([1]),
     np.float32(0.1), [],
 ]  # fmt: skip
 
