@@ -140,3 +140,29 @@ def test_what_users_add_to_callbacks_of_lightnings_is_named(tmp_path: Path) -> N
     again = callbacks()
     assert fit(job.make(*again, enable_checkpointing=True), Small())
     assert [len(one.seen) for one in (again[0], again[-1])] == [12, 7], "all, or none, not all but one"
+
+
+class Keeps(L.Callback):
+    """A list that training fills."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.seen.append(self.name)
+
+
+class KeepsToo(Keeps):
+    """The only one of its class."""
+
+
+def test_values_of_several_callbacks_of_one_class_are_named_and_go_to_none_of_them(tmp_path: Path) -> None:
+    """A restart may have another list of callbacks."""
+    job = Job(tmp_path)
+    assert not fit(job.make(Keeps("a"), Keeps("b"), KeepsToo("c"), strike=3), Small(), DataLoader(data(), 4))
+    job.restart()
+    again = [Keeps("b"), Keeps("a"), KeepsToo("c")]
+    assert fit(job.make(*again), Small(), DataLoader(data(), 4))
+    assert [len(one.seen) for one in again] == [9, 9, 12]
+    assert "Keeps 0.seen, Keeps 1.seen" in notes_of(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -90,9 +91,12 @@ def unsaved_of(trainer: Any) -> Unsaved:
 def unsaved_roots(trainer: Any) -> list[Root]:
     """Those of objects without methods of their own that save them, as the end of a step has them.
 
-    Not of Checkpoints of the user's: their hooks run when that is recorded already.
+    Not of Checkpoints of the user's: their hooks run when that is recorded already. Nor of several callbacks of one
+    class, of which a restart that has others cannot tell which is which.
     """
-    return [one for one in roots_of(trainer) if not (_saves(one.value) or isinstance(one.value, Checkpoint))]
+    several = Counter(map(type, trainer.callbacks))
+    return [root for root in roots_of(trainer)
+            if not (_saves(one := root.value) or isinstance(one, Checkpoint) or several[type(one)] > 1)]  # fmt: skip
 
 
 def _derived(trainer: Any) -> Iterator[Root]:
