@@ -111,6 +111,8 @@ class AuxRecorder:
             step: completed optimizer updates.
             settled: False when called just before the update that makes `step`.
         """
+        if not self._rng_slots:
+            return  # closed
         extra, tail, buffers = self.extra, self.tail, self.buffers
         length = len(extra) + len(tail)
         if buffers.names and buffers.changed_layout:
@@ -157,8 +159,13 @@ class AuxRecorder:
         return self._rng.snapshot()
 
     def close(self) -> None:
-        """Close the crash-safe buffer. Idempotent."""
+        """Close the crash-safe buffer; from then on nothing is captured. Idempotent.
+
+        Arrays over its memory go now: Python's collector of cycles crashes over views that such arrays still use.
+        """
         self.buffer.close()
+        self._rng_slots = []
+        self.buffers.bind([])
 
 
 def decode_aux(data: bytes) -> AuxState:
