@@ -57,3 +57,12 @@ def test_exported_weights_are_no_checkpoints_of_the_training(tmp_path: Path) -> 
     assert before <= {path.name for path in (tmp_path / "ckpts").iterdir()}
     assert not list((tmp_path / "ckpts").glob("*.unfit*")) and not list((tmp_path / "ckpts").glob("net*.manifest.json"))
     assert finished.output.count("saved_network or remove_redundancy") == 1
+
+
+@pytest.mark.parametrize("second", ["with", "without"])
+def test_a_later_trainings_files_are_not_those_of_the_first(tmp_path: Path, second: str) -> None:
+    for _ in range(2):
+        finished = run(tmp_path, "folds", second)
+        assert finished.returncode == 0, finished.output
+    later = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert job(tmp_path, "folds").steps(0) == [[1, 2, 3, 4, *later], later], finished.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mindspore.train.callback import Callback
@@ -95,6 +96,22 @@ class Boundary(Callback):  # type: ignore[misc]
     def on_train_end(self, run_context: Any) -> None:
         """Others may save the last step now."""
         self._run.others_begin()
+
+
+class Later(Callback):  # type: ignore[misc]
+    """In a training that is not protected, behind all other callbacks: where it saves is recorded.
+
+    Args:
+        record: gets its callbacks.
+    """
+
+    def __init__(self, record: Callable[[list[Any]], None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """All prefixes are settled."""
+        self._record(run_context.original_args().list_callback)
 
 
 class Evaluation(Callback):  # type: ignore[misc]

@@ -92,8 +92,10 @@ class Training:
         if self._run is not None:
             return self._train(call, self._run, model, arguments)
         options = _options_of_call(arguments["callbacks"])
-        if options is None:
+        if options is None and not _trained_before():
             return call(*args, **kwargs)
+        if options is None:
+            return call(**arguments | {"callbacks": _unprotected(arguments["callbacks"])})
         run = new_run(options)
         try:
             result = self._train(call, run, model, arguments)
@@ -139,9 +141,14 @@ def new_run(options: Options) -> Run:
 
 
 def _trained_before() -> bool:
-    from lastgasp_mindformers.run import trained_before
+    module = sys.modules.get("lastgasp_mindformers.run")
+    return module is not None and bool(module.trained_before())
 
-    return trained_before()
+
+def _unprotected(callbacks: list[Any]) -> list[Any]:
+    from lastgasp_mindformers.run import unprotected
+
+    return unprotected(callbacks)
 
 
 def as_list(callbacks: Any) -> list[Any]:

@@ -158,7 +158,7 @@ class PynativeRun(Run):
     def began(self, state: Any) -> None:
         """`on_train_begin`: everything is loaded."""
         assert self.state is not None
-        begins()
+        begins(self.options.gasp.directory)
         self._checkpoint.no_load_optim = self._weights_only
         if self._aux:
             restore_random(decode(self._aux))

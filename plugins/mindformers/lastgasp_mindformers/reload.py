@@ -17,6 +17,7 @@ from lastgasp.adapter import CheckpointError, CheckpointSelector, Gather, Layout
 from lastgasp.adapter.checkpoint import Candidate, Trial
 from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName, Unreadable, layout_of, rank_of, read_content
 from lastgasp_mindformers.exits import is_about_content
+from lastgasp_mindformers.later import recorded
 from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog
 from lastgasp_mindformers.named import asked_by, holds_others
 from lastgasp_mindformers.policy import MindFormersPolicy, catalog_for
@@ -269,7 +270,11 @@ class MindFormersSelector:
         return {name for content in contents for name in content.sizes}
 
     def _policy(self, places: Iterable[tuple[Path, Layout]], **more: Any) -> MindFormersPolicy:
-        self._catalog = catalog_for(list(places), self._options, self._place, self.apart)
+        others = recorded(self._options.gasp.directory)
+        if others and self._place.rank == 0:
+            named = ", ".join(sorted(f"{folder}/{prefix}" for folder, prefix in others))
+            log.info("files without a manifest that later trainings of this script saved are left alone: %s", named)
+        self._catalog = catalog_for(list(places), self._options, self._place, self.apart | others)
         return MindFormersPolicy(self._options, self._place, self._catalog, self._note, **more)
 
     def _select(self, policy: MindFormersPolicy) -> Candidate | None:

@@ -10,9 +10,9 @@ import mindspore
 
 from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, ManifestWriter, Options, Released, is_success
 from lastgasp.adapter.mindspore import FORMAT, LEGACY, PLAIN
-from lastgasp_mindformers import begun
+from lastgasp_mindformers import begun, later
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
-from lastgasp_mindformers.callback import Boundary, LastGasp
+from lastgasp_mindformers.callback import Boundary, LastGasp, Later
 from lastgasp_mindformers.data import changed, described
 from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exits import kind_of, verdict_of
@@ -39,23 +39,31 @@ from lastgasp_mindformers.unused import UNUSED
 
 log = logging.getLogger("lastgasp")
 
-_attached = False
-"""A training of this process was protected. Another one would resume from the first one's checkpoints."""
+_home: Path | None = None
+"""Where a training of this process was protected. Another one would resume from the first one's checkpoints."""
 ONLY_FIRST = (
-    "this process has trained before: lastgasp protects only its first training. If this one saves checkpoints, give "
-    "it a directory of its own: the next start of the script would take them for the first one's"
+    "this process has trained before: lastgasp protects only its first training. If this one saves "
+    "iteration_* directories, give it a directory of its own: the next start would take them for the first one's"
 )
 
 
 def trained_before() -> bool:
     """Whether a training of this process was protected: the only one that is, and that resumes."""
-    return _attached
+    return _home is not None
 
 
-def begins() -> None:
-    """One is protected."""
-    global _attached
-    _attached = True
+def begins(directory: Path) -> None:
+    """One is protected, with this directory."""
+    global _home
+    _home = directory
+
+
+def unprotected(callbacks: list[Any]) -> list[Any]:
+    """Those of a further training: a LastGasp of the first one belongs to a session that is closed."""
+    others, home = [callback for callback in callbacks if not isinstance(callback, LastGasp)], _home
+    if home is None or rank_and_size()[0] != 0:
+        return others
+    return [*others, Later(lambda saving: later.record(home, saving))]
 
 
 class Run:
@@ -121,9 +129,8 @@ class Run:
         if trained_before():
             self._left = True
             log.warning(ONLY_FIRST)
-            # A LastGasp of the first one belongs to a session that is closed.
-            return arguments | {"callbacks": [one for one in given if not isinstance(one, LastGasp)]}
-        begins()
+            return arguments | {"callbacks": unprotected(given)}
+        begins(self.options.gasp.directory)
         ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
         others = [callback for callback in given if callback is not ours]
         arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}

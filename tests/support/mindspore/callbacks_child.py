@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -69,6 +70,7 @@ def pynative_at(done: int) -> list[int]:
     run.session, run._marks, run._aux, run._weights_only = MagicMock(), MagicMock(), b"", False
     run.life, run.manifests, run.source, run._first = MagicMock(), MagicMock(), MagicMock(), False
     run._checkpoint, run.selector = SimpleNamespace(no_load_optim=False), SimpleNamespace(resumed=done)
+    run.options = SimpleNamespace(gasp=SimpleNamespace(directory=Path()))
     run._trainer = SimpleNamespace(train_epoch_step=4, train_num_epochs=5, train_dataset=MagicMock())
     status, aux = RankStatus(), MagicMock()
     run.state = MindSporeState(
@@ -148,10 +150,10 @@ def main(folder: str) -> dict[str, Any]:
     told["pynative"] = pynative_at(12)
     options: Any = None
     told["pynative again"] = protected(lambda **given: given, None, {"checkpoint_path": "x"}, options)
-    module._attached = False
+    vars(module)["_home"] = None
     told["digests"], told["holders"] = digests(), holders()
     told["compared"] = run.session.compare_replicas.call_count
-    module._attached = True
+    module.begins(Path(folder))
     given = run.attach(None, {"callbacks": [back, loss]})["callbacks"]
     told["second"] = [type(one).__name__ for one in given]
     return told

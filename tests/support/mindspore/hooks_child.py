@@ -131,7 +131,7 @@ def main() -> dict[str, Any]:
     if case == "again":
         from lastgasp_mindformers import run
 
-        run.begins()
+        run.begins(Path(directory))
     if case in ("yaml", "again"):
         config["lastgasp"] = {"enable": True}
     if case == "entry":

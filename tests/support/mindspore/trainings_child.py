@@ -80,6 +80,16 @@ def exports(folder: Path, fails: str) -> None:
     model.train(2, dataset, callbacks=[Losses(), weights, *failure, LastGasp(str(folder / "ckpts"))])
 
 
+def folds(folder: Path, second: str) -> None:
+    """Two trainings of one script, which save into one directory."""
+    for prefix, epochs in (("foldA", 1), ("foldB", 2)):
+        model, dataset, _ = made()
+        directory = str(folder / "ckpts")
+        saves = ModelCheckpoint(prefix=prefix, directory=directory, config=CheckpointConfig(save_checkpoint_steps=2))
+        ours = [] if prefix == "foldB" and second == "without" else [LastGasp(directory)]
+        model.train(epochs, dataset, callbacks=[Losses(), saves, *ours])
+
+
 def main() -> None:
     """One case."""
     ms.set_device("CPU")
