@@ -219,7 +219,9 @@ def check_saved(case: AnyCase, directory: Path, done: Finished, layout: Layout, 
     assert incident.steps_lost == 0, where
     step = incident.step_saved if incident.step_saved is not None else SAVE_STEP
     if case.exact_step is not None:
-        assert step == case.exact_step, where
+        # What one rank raised in counts as begun, but another one may not have come to its own update by then.
+        early = {case.exact_step - 1} if case.moment == "update" and case.kind == "exception" else set()
+        assert step in {case.exact_step} | early, where
     assert [c for c in found.values() if c.step == step], where
 
 
