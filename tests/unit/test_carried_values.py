@@ -255,6 +255,25 @@ def test_one_thing_in_two_places_and_what_cannot_be_written_are_named_and_nothin
     assert all(f"holder.{name}: it cannot be written" in note for name in ("best", "outs", "recent"))
 
 
+def test_a_large_constant_keeps_nothing_of_its_object_from_being_restored() -> None:
+    def make() -> Holder:
+        return Holder(table=torch.arange(100_000.0), array=np.arange(100_000.0), count=0)
+
+    def count(one: Any) -> None:
+        one.count = 3
+
+    one = Process(make)
+    one.values.take()
+    after = Process(make)
+    assert after.takes({0: one.gives(count)}) == "" and vars(after.holder)["count"] == 3
+
+    data = [one.gives_now()]
+    live = vars(one.holder)["array"]
+    live[5] = -1
+    data.append(one.gives_now())
+    assert [Carried({0: given}, 1).names for given in data] == [{"holder.count"}, set()]
+
+
 def moving(holder: Any) -> None:
     """What people write: each step binds another tensor."""
     holder.run["loss"] = 0.9 * holder.run["loss"] + 1

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from lastgasp.adapter.again import Limits, Places, Root, UserValues, fill, packed
+from lastgasp.pytorch.uservalues import walk
 from support.value_graphs import NAMES, Script, form_of
 
 
@@ -258,6 +260,16 @@ def test_large_numbers_that_do_not_change_cost_nothing_and_are_verified() -> Non
     assert values.cannot() == ""
     holder.array[7] = 3
     assert "holder.array" in values.cannot()
+
+
+def test_a_file_that_training_only_reads_is_not_read_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.zeros(1 << 20, np.uint8).tofile(tmp_path / "tokens")
+    tokens = np.memmap(tmp_path / "tokens", np.uint8, mode="r")
+    monkeypatch.setattr(walk, "digest_of", lambda value: pytest.fail("it was read"))
+    values = kept(make(tokens=tokens, part=tokens[1 << 18 :]))
+    values.take()
+    values.take()
+    assert (values.refused, values.cannot()) == ("", "")
 
 
 def test_a_large_tensor_that_changes_in_each_step_is_too_much() -> None:

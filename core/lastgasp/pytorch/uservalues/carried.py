@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from lastgasp.pytorch.uservalues import kinds
-from lastgasp.pytorch.uservalues.contents import Long, content_of
+from lastgasp.pytorch.uservalues.contents import Big, Long, content_of, in_host_memory
 from lastgasp.pytorch.uservalues.keeper import UserValues
 from lastgasp.pytorch.uservalues.kinds import put_attributes
 from lastgasp.pytorch.uservalues.places import Common, Name, Places, Root
@@ -124,7 +124,8 @@ class _Own:
 
 
 def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
-    contents, left_out = _at_boundary(values), {id(one) for one in values.left_out}
+    large = list[Big]()
+    contents, left_out = _at_boundary(values, large), {id(one) for one in values.left_out}
     own, now = dict[Name, _Own](), Places()
     lost, carried = set[Name](), set[Name]()
     for root in values.roots:
@@ -148,6 +149,8 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
             if _digest(data) != then:
                 carried.add(here)
     common = Common(began.places, start.places, now, own.keys())
+    if why := next(filter(None, (one.changed() for one in large)), ""):  # while it was written
+        return _OfRank(_VERSION, why=_short(why))
     carried = common.with_others(carried)
     lost |= common.torn(carried)
     found: dict[str, dict[str, _Value]] = {}
@@ -166,8 +169,8 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
     return _OfRank(_VERSION, found, sorted(f"{place}.{name}" for place, name in lost), "", sorted(together))
 
 
-def _at_boundary(values: UserValues) -> Callable[[Any, str], Any]:
-    """What was in a value at the last boundary."""
+def _at_boundary(values: UserValues, large: list[Big]) -> Callable[[Any, str], Any]:
+    """What was in a value at the last boundary. Those too large to have been copied are added to `large`."""
     index: dict[int, Any] = {}
     for row in values.rows:
         if isinstance(row.content, Long):
@@ -176,6 +179,10 @@ def _at_boundary(values: UserValues) -> Callable[[Any, str], Any]:
         index.setdefault(id(row.value), row.content)
 
     def contents(value: Any, kind: str) -> Any:
+        big = values.big.get(id(value))
+        if big is not None and big.found() is value and id(value) not in index and in_host_memory(value):
+            large.append(big)
+            return content_of(value, kind)
         content = index[id(value)]
         return content.items if isinstance(content, Long) else content
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lastgasp.pytorch.uservalues import kinds
-from lastgasp.pytorch.uservalues.contents import NOTHING, Row, bytes_of, can_be_copied, content_of, put
+from lastgasp.pytorch.uservalues.contents import NOTHING, Big, Row, bytes_of, can_be_copied, content_of, put
 
 Contents = Callable[[Any, str], Any]
 """What is in a value of a kind, as of `content_of`; raises KeyError where it is not known."""
@@ -99,6 +99,7 @@ class _Writer:
         self.objects: list[Any] = []
 
     def node(self, value: Any) -> Any:
+        value = value.found() if isinstance(value, Big) else value
         kind, cls = kinds.kind_of(type(value)), type(value)
         if kind is kinds.PLAIN:
             return self._plain(value)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from lastgasp.pytorch.uservalues import kinds
@@ -204,8 +205,9 @@ class Walk:
         elif big.version != version:
             raise TooMuch(f"{label} changes, and has {value.nbytes / 1e6:.3g} MB, more than can be copied in each step")
         elif big.digest is None:
-            big.digest = digest_of(value) if in_host_memory(value) and value.nbytes <= self._limits.hashed else b""
-            if not big.digest and not isinstance(value, Tensor):
+            looked_at = in_host_memory(value) and value.nbytes <= self._limits.hashed and not _is_file(value)
+            big.digest = digest_of(value) if looked_at else b""
+            if not big.digest and not isinstance(value, Tensor) and not _is_file(value):
                 raise TooMuch(f"{label} has {value.nbytes / 1e6:.3g} MB, and may change")
         self.big[id(value)] = big
         return big
@@ -229,3 +231,8 @@ class Walk:
         self.long[id(value)] = long
         self._rows.append(Row(value, kind, long, label))
         return True
+
+
+def _is_file(value: Any) -> bool:
+    """Whether training can only read it, from a disk."""
+    return isinstance(value, np.memmap) and value.mode == "r"
