@@ -31,7 +31,8 @@ class Shape:
         drift: standard deviation of a slow random walk per rank, which makes one rank or the other slower for a while.
         buckets: DDP's all-reduces within backward; 0: an explicit one after it.
         buffers: DDP's forward begins with a broadcast from rank 0: it waits for all, and all wait for it.
-        communication: whether collectives are marked.
+        gather: an all-gather at the end of the forward pass, as with sharded parameters; 0: none.
+        communication: whether collectives are marked; or the ranks on which they are.
         saver: who saves; None: all.
         slow: rank -> kind (`data`, `forward`, `backward`, `optimizer`, `outside`, `save`) -> seconds more.
         slow_from: the first slow step.
@@ -52,7 +53,8 @@ class Shape:
     drift: float = 0.05
     buckets: int = 2
     buffers: bool = False
-    communication: bool = False
+    gather: float = 0.0
+    communication: bool | frozenset[int] = False
     saver: int | None = 0
     slow: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     slow_from: int = 0
@@ -77,6 +79,12 @@ class Rank:
             seconds += shape.slow.get(self.rank, {}).get(kind, 0.0) * chance.lognormvariate(0, shape.noise)
         begin, self.now = self.now, self.now + int(seconds * 1e9)
         return begin
+
+    def collective(self, begin: int, end: int) -> None:
+        """Mark it where that is on."""
+        marked = self.shape.communication
+        if marked if isinstance(marked, bool) else self.rank in marked:
+            self.mark(COLLECTIVE, begin, end, "communication")
 
     def drift(self) -> None:
         """The machine's mood changes slowly."""
@@ -117,8 +125,16 @@ def _forward(ranks: list[Rank], step: int, shape: Shape) -> None:
         if shape.buffers:
             rank.now = max(begins) if rank.rank == 0 else max(begin, begins[0])
         rank.pass_by("forward", step)
-        rank.mark("forward", begin, rank.now)
-        rank.pass_by("outside", step)
+        if not shape.gather:
+            rank.mark("forward", begin, rank.now)
+            rank.pass_by("outside", step)
+    if shape.gather:
+        done = max(rank.now for rank in ranks) + int(shape.gather * 1e9)
+        for rank, begin in zip(ranks, begins, strict=True):
+            rank.collective(rank.now, done)
+            rank.mark("forward", begin, done)
+            rank.now = done
+            rank.pass_by("outside", step)
 
 
 def _backward(ranks: list[Rank], step: int, shape: Shape) -> None:
@@ -127,14 +143,13 @@ def _backward(ranks: list[Rank], step: int, shape: Shape) -> None:
     done = max(locally) + int(shape.reduce * 1e9)
     for rank, begin, local in zip(ranks, begins, locally, strict=True):
         for bucket in range(shape.buckets):
-            if shape.communication:
-                ready = begin + (local - begin) * (bucket + 1) // shape.buckets
-                others = max(b + (e - b) * (bucket + 1) // shape.buckets for b, e in zip(begins, locally, strict=True))
-                rank.mark(COLLECTIVE, ready, others + int(shape.reduce * 1e9), "communication")
+            ready = begin + (local - begin) * (bucket + 1) // shape.buckets
+            others = max(b + (e - b) * (bucket + 1) // shape.buckets for b, e in zip(begins, locally, strict=True))
+            rank.collective(ready, others + int(shape.reduce * 1e9))
         rank.mark("backward", begin, done if shape.buckets else local)
         rank.now = done
-        if not shape.buckets and shape.communication:
-            rank.mark(COLLECTIVE, local, done, "communication")
+        if not shape.buckets:
+            rank.collective(local, done)
 
 
 def job_of(shape: Shape, seed: int) -> Job:

@@ -19,6 +19,7 @@ from lastgasp.steps.report import sample as sample_module
 from lastgasp.steps.report.job import Group, Job
 from lastgasp.steps.report.judge import CAP_OF_TWO, MIN_STEPS, confidence_of, judge
 from lastgasp.steps.report.lateness import lateness, synchronising
+from lastgasp.steps.report.phrasing import numbers
 from lastgasp.steps.report.robust_stats import change_point, median, quantile, scale, slowdown, standing
 from lastgasp.steps.report.sample import COVERAGE, samples
 from lastgasp.steps.report.saving import saving_of
@@ -290,6 +291,18 @@ def test_a_rank_without_a_loader_is_not_compared_with_those_that_have_one() -> N
         values = job.ranks[rank].table.times("data")
         values[:] = type(values)("d", [0.0] * len(values))  # type: ignore[index,call-arg]
     assert verdict_on(job).slow == ()
+
+
+@pytest.mark.parametrize("slow", [{}, {1: {"forward": 0.012}}], ids=["equal", "the marked one is slow"])
+@pytest.mark.parametrize("marked", [(0, 2, 3), (1,)], ids=["all but one", "one"])
+def test_communication_marked_on_some_ranks_only(marked: tuple[int, ...], slow: dict[int, dict[str, float]]) -> None:
+    """`switch --ranks 0,2-3 comm=on`: with collectives or without, a forward pass is compared with its like only."""
+    for verdict in verdicts(gather=0.012, buckets=0, communication=frozenset(marked), slow=slow):
+        assert verdict.slow == ()
+        names = numbers(marked)
+        assert any(f"communication is marked on {names} only" in text for text in verdict.unjudged)
+    for verdict in verdicts(gather=0.012, buckets=0, communication=True, slow=slow):
+        assert named(verdict) == [(rank, "compute") for rank in slow]
 
 
 # -- lateness --------------------------------------------------------------------------------------

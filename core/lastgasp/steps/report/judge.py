@@ -83,9 +83,11 @@ def _why_not(sample: Sample) -> list[str]:
     elif len(sample.ranks) == 2:
         found.append(f"{names}: of two ranks neither is known to be normal; only large differences are reported")
     if len(sample.ranks) > 1 and sample.count >= MIN_STEPS and sample.late is None:
+        some = 0 < len(sample.communicate) < len(sample.ranks)
+        marked = f"marked on {numbers(sample.communicate)} only" if some else "not marked"
         found.append(
-            f"{names}: communication is not marked; a delay within backward, or outside of all marks, may stay hidden "
-            "(lastgasp switch comm=on)"
+            f"{names}: communication is {marked}; a delay before a collective in forward or backward, or outside of "
+            "all marks, may stay hidden (lastgasp switch comm=on)"
         )
     return found
 

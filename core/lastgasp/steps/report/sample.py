@@ -62,8 +62,10 @@ class Sample:
         saves: per rank, seconds per step that saving takes, on the average.
         count: how many steps they have in common, after the warm-up.
         first, last: the first and last number of these; 0 without any.
-        own: the columns `COLUMNS`; NaN in `backward_own` where its collectives are not marked.
+        own: the columns `COLUMNS`; NaN in `backward_own` where its collectives are not marked, and `forward_own` with
+            the collectives in it in steps that have none marked on some rank.
         late: the column `late`, of the steps that have collectives on all ranks; None where there are none.
+        communicate: the ranks with marked collectives.
         left_out: ranks with too few of the steps, or whose steps end before those of the others: rank -> its newest.
     """
 
@@ -75,6 +77,7 @@ class Sample:
     last: int
     own: Blocks
     late: Blocks | None = None
+    communicate: tuple[int, ...] = ()
     left_out: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -120,6 +123,7 @@ def _sample(job: Job, ranks: Sequence[int], last: int | None) -> Sample:
         common[-1] if common else 0,
         _own(job, places, common),
         _late(job, places, common) if len(kept) > 1 else None,
+        tuple(rank for rank, place in places.items() if _communicates(job.ranks[rank], place, common)),
         {rank: newest[rank] for rank in ranks if rank not in kept},
     )
 
@@ -129,6 +133,11 @@ def _without_saves(common: Sequence[int], saves: Sequence[Sequence[float]]) -> l
     saved = {step for row in saves for step, seconds in zip(common, row, strict=True) if seconds}
     rest = [step for step in common if step not in saved and step - 1 not in saved]
     return rest if 2 * len(rest) >= len(common) else list(common)
+
+
+def _communicates(data: RankData, place: Mapping[int, int], common: Sequence[int]) -> bool:
+    seconds = data.table.times("communication")
+    return any(seconds[place[step]] for step in common)
 
 
 def _usual(job: Job, places: Mapping[int, Mapping[int, int]], common: Sequence[int]) -> float:
@@ -152,7 +161,14 @@ def _own(job: Job, places: Mapping[int, Mapping[int, int]], common: Sequence[int
         tables = {rank: job.ranks[rank].table.times(column) for rank in places}
         return [[tables[rank][place[step]] for step in steps] for rank, place in places.items()]
 
-    return _blocks(steps, size, COLUMNS, values)
+    def comparable(column: str) -> list[list[float]]:
+        if column != "forward_own":
+            return values(column)
+        both = zip(values(column), values("forward"), strict=True)
+        return [[a if every else b for a, b, every in zip(own, whole, marked, strict=True)] for own, whole in both]
+
+    marked = [all(row) for row in zip(*values("communication"), strict=True)]
+    return _blocks(steps, size, COLUMNS, comparable)
 
 
 def _late(job: Job, places: Mapping[int, Mapping[int, int]], common: Sequence[int]) -> Blocks | None:
