@@ -24,6 +24,8 @@ log = logging.getLogger("lastgasp")
 
 FromRank0 = Callable[[Any], Any]
 """Returns rank 0's value on all ranks, which call it at the same point."""
+SINCE = "LASTGASP_SINCE"
+"""Set by each launcher of lastgasp's, on all nodes alike."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -36,9 +38,11 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not job:
         job = str(from_rank_0(uuid.uuid4().hex[:12]))
+    since = env.get(SINCE)
+    began = from_rank_0(_clock.wall_ns()) if since is None else int(since or 0)
     return Place(
         rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job,
-        incarnation=int(env.get(INCARNATION) or 0), since_ns=int(env.get("LASTGASP_SINCE") or 0),
+        incarnation=int(env.get(INCARNATION) or 0), since_ns=int(since or 0), began_ns=began,
     )  # fmt: skip
 
 

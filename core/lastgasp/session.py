@@ -92,8 +92,7 @@ class Session:
         step: ends the previous step and begins the one of this number (`steps.marks.Marks.step`).
         recorder: the step marks of this rank; None where nothing is marked.
         contact: how it reaches its controller; has_controller: it does, or did when it started.
-        started_s: when the job's controller started, unix seconds; the same for all ranks and attempts (without a
-            controller: when this Session was made).
+        started_s: when the job's controller started, unix seconds; the same for all ranks and attempts. None without.
 
     Raises (constructor):
         ControlError and subclasses: the controller refused this rank or is not reachable.
@@ -120,7 +119,7 @@ class Session:
         limits = (config.finish_timeout, config.save_timeout)
         self._processor = Processor(self.status, source, link, self.save_alone, limits, self._schedule_leaving)
         self._sign()
-        self.started_s = link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000
+        self.started_s = link.started_s if link is not None else None
         self.backend = backend or choose_backend()
         self._registry, self._registered = self._open_registry(marking), False
         self._backend = self._open_gasp(contact)
@@ -373,7 +372,7 @@ class Session:
 
     def save_alone(self, fault: Fault, aux: Mapping[int, bytes] | None = None) -> m.Release:
         """Save what this rank holds, by the uncoordinated rule, and states of others in `aux`; waits for it."""
-        known = Known(self._notes, self.started_s if self.has_controller else None, aux or {})
+        known = Known(self._notes, self.started_s, aux or {})
         hello = hello_of(self.config, self.place)
         return recover_uncoordinated(self.status, self._source, self.place, hello, fault, known)
 

@@ -26,6 +26,7 @@ class Place:
         job: the same string on all ranks and for all attempts, and another one for another job in this directory.
         incarnation: how often the ranks of this attempt have entered their training again in place.
         since_ns: when the launcher began with the first attempt, ns since the epoch; 0 where it does not say.
+        began_ns: the same, or else when rank 0 began; equal on all ranks. 0: not known.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Place:
     job: str = "local"
     incarnation: int = 0
     since_ns: int = 0
+    began_ns: int = 0
 
     @property
     def restarted(self) -> bool:

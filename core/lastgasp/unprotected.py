@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lastgasp import _clock, logs
+from lastgasp import logs
 from lastgasp.config import GaspConfig
-from lastgasp.connect import place_in_job
+from lastgasp.connect import SINCE, place_in_job
 from lastgasp.errors import LastgaspError, NotSaveable
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
@@ -30,6 +30,7 @@ from lastgasp.session import Contact, launched
 from lastgasp.steps import recorder as recorders
 from lastgasp.steps.attach import Marking, open_recorder
 from lastgasp.steps.marks import Marks
+from lastgasp.steps.places import TASK_VARIABLE
 from lastgasp.steps.recorder import StepRecorder
 from lastgasp.steps.recover import recover_orphans
 from lastgasp.steps.settings import MarksConfig
@@ -88,7 +89,7 @@ class UnprotectedWorker:
         worker = self._worker
         place = place_in_job(worker.rank, worker.world_size, data_parallel(worker.world_size), _alone)
         link = self._reach(place)
-        self._open_marks(place, link.started_s if link is not None else _clock.wall_ns() // 1_000_000_000)
+        self._open_marks(place, link.started_s if link is not None else None)
         if link is None:
             return
         limits = (GaspConfig.finish_timeout, GaspConfig.save_timeout)
@@ -133,7 +134,7 @@ class UnprotectedWorker:
             log.warning("rank %d is not registered: %s", place.rank, error)
             return None
 
-    def _open_marks(self, place: Place, started_s: int) -> None:
+    def _open_marks(self, place: Place, started_s: int | None) -> None:
         worker = self._worker
         try:
             if not launched():
@@ -141,6 +142,12 @@ class UnprotectedWorker:
             config = MarksConfig.resolve(profiling_limit_mb=worker.limit_mb)
             marking = Marking(config=config, framework=worker.framework, device=worker.device)
             self.recorder = open_recorder(marking, place, started_s, worker.directory)
+            named = started_s is not None or os.environ.keys() & {SINCE, TASK_VARIABLE}
+            if self.recorder is not None and place.rank == 0 and place.world_size > 1 and not named:
+                log.warning(
+                    "each rank's marks are a task of their own, and lastgasp report compares no ranks; set %s to one "
+                    "name on all ranks, or start the job with lastgasp run", TASK_VARIABLE,
+                )  # fmt: skip
         except (LastgaspError, OSError) as error:
             log.warning("rank %d: nothing is marked: %s", place.rank, error)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from lastgasp.launch import finishing
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 from lastgasp.session import Contact
+from lastgasp.steps.attach import Marking, open_recorder
 from lastgasp.topology import data_parallel
 from support.fake_controller import HELLO
 from support.worker_group import Group, Store, begun
@@ -183,6 +185,34 @@ def test_the_same_where_the_launcher_knows_nothing_of_lastgasp(monkeypatch: pyte
     assert names[0] == names[1] != "none"
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert place_in_job(0, 1, data_parallel(1), lambda value: value).job not in (names[0], "none")
+
+
+def test_ranks_whose_clocks_differ_write_their_marks_into_one_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the job has no controller: by the launcher's word, or by rank 0's."""
+    monkeypatch.setenv("LASTGASP_PROFILING_DIR", str(tmp_path))
+    monkeypatch.delenv("MINDX_TASK_ID", raising=False)
+    clock, told = iter(range(1_000, 100_000, 1_500)), list[Any]()
+    monkeypatch.setattr("lastgasp._clock.wall_ns", lambda: next(clock) * 1_000_000)
+
+    def from_rank_0(value: Any) -> Any:
+        told.append(value)
+        return told[0]
+
+    def task(rank: int, size: int = 2) -> str:
+        told[rank:] = []
+        place = place_in_job(rank, size, data_parallel(size), from_rank_0 if size > 1 else lambda value: value)
+        recorder = open_recorder(Marking(), place, None, tmp_path)
+        assert recorder is not None
+        recorder.close()
+        return recorder.directory.parent.name
+
+    monkeypatch.setenv("LASTGASP_JOB", "job")
+    assert task(0) == task(1) == "default_task_id_1_000000000"
+    assert len({task(0, 1) for _ in range(3)}) == 3, "runs of one rank are no ranks of one job"
+    monkeypatch.setenv("LASTGASP_SINCE", "5000000007")
+    assert task(0) == task(1) == task(0, 1) == "default_task_id_5_000000007"
 
 
 def test_several_nodes_without_an_address_are_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lastgasp import _clock
 from lastgasp.topology import Place
 
 from .places import profiling_base, task_id
@@ -82,11 +83,11 @@ def no_step(number: int) -> None:
     """Replaces `Marks.step`."""
 
 
-def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Path) -> StepRecorder | None:
+def open_recorder(marking: Marking | None, place: Place, started_s: int | None, run: Path) -> StepRecorder | None:
     """The recorder of this rank; None if nothing is to be marked.
 
     Args:
-        started_s: when the job started, unix seconds, the same on every rank.
+        started_s: when the job's controller started, unix seconds; None without one.
         run: the job's directory, which holds the profiling files unless another place is configured.
 
     Raises:
@@ -99,10 +100,15 @@ def open_recorder(marking: Marking | None, place: Place, started_s: int, run: Pa
         rank=place.rank,
         world_size=place.world_size,
         base=config.directory or profiling_base(run, place.rank),
-        task=task_id(started_s),
+        task=task_id(_started(place) if started_s is None else started_s),
         mask=config.mask,
         limit_mb=config.limit_mb,
         framework=marking.framework,
         device=marking.device,
     )
     return StepRecorder.open(options)
+
+
+def _started(place: Place) -> str:
+    """To the nanosecond: many runs of one rank may begin in one second and write below one directory."""
+    return "{}_{:09}".format(*divmod(place.began_ns or _clock.wall_ns(), 1_000_000_000))

@@ -29,13 +29,13 @@ def profiling_base(directory: Path, rank: int) -> Path:
     return base
 
 
-def task_id(default_started_s: int) -> str:
+def task_id(started: int | str) -> str:
     """The job's directory: `MINDX_TASK_ID`, else `default_task_id_<s>` as TaskD has it.
 
     Args:
-        default_started_s: when the job started, unix seconds; the same on every rank and in every attempt.
+        started: when the job started, unix seconds; the same on every rank and in every attempt.
     """
-    given, default = os.environ.get(TASK_VARIABLE, ""), f"default_task_id_{default_started_s}"
+    given, default = os.environ.get(TASK_VARIABLE, ""), f"default_task_id_{started}"
     if given and (given in (".", "..") or "/" in given or "\0" in given or len(os.fsencode(given)) > 255):
         _say(
             logging.WARNING,
