@@ -270,3 +270,30 @@ def test_what_fewer_ranks_cannot_answer_is_a_restart_without_a_loss(
 def source_of(rank: int, lost: list[int]) -> bool:
     """Whether a rank that is left sends its half to somebody: of two holders it is the only one."""
     return (rank + 2) % 4 in lost
+
+
+# -- without the decorator -----------------------------------------------------------------------------
+
+
+def ends(job: DropInJob) -> list[str]:
+    """Attempt, rank, first step and weight of each rank that has come to its end."""
+    return sorted((job.folder / "ended").read_text().splitlines())
+
+
+def test_a_script_that_says_nothing_at_its_end_has_ended_well(tmp_path: Path) -> None:
+    """As with MindIO, whose own atexit hook tells it. One rank is gone long before the other one ends."""
+    job = DropInJob(tmp_path, 2, script="train_undecorated.py")
+    done = job.run()
+    assert done.ok, done.output[-4000:]
+    assert ends(job) == ["0 0 0 12", "0 1 0 12"], done.output[-4000:]
+    assert incidents(job) == [], done.output[-4000:]
+
+
+def test_a_script_that_raises_has_not(tmp_path: Path) -> None:
+    job = DropInJob(tmp_path, 2, script="train_undecorated.py")
+    done = job.run(JOB_RAISES="1 4")
+    assert done.ok, done.output[-4000:]
+    assert ends(job) == ["1 0 4 12", "1 1 4 12"], done.output[-4000:]
+    [found] = incidents(job)
+    assert (found.ending, found.step_saved, found.steps_lost) == ("saved", 4, 0), done.output[-4000:]
+    assert [(one.kind, one.rank) for one in found.faults][:1] == [("exit", 1)], found

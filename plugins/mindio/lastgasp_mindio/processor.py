@@ -5,7 +5,10 @@ MindIO's own states are kept only as far as calls are refused in them (docs/fact
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -88,6 +91,7 @@ class Processor:
         if self.rank < 0:
             raise NotRunning("tft_start_processor before tft_init_processor")
         self.started = True
+        atexit.register(self._script_ended, os.getpid())
 
     def require_running(self, what: str) -> None:
         """Raises NotRunning."""
@@ -100,6 +104,17 @@ class Processor:
         self.before_update, self.completed, self._inside = self._first_update, self._first_completed, False
         if protection is not None:
             protection.close()
+
+    def _script_ended(self, pid: int) -> None:
+        """A script that does not call `tft_destroy_processor` has ended well, unless it was a traceback, or a dump.
+
+        MindIO's own hook at exit tells even those as a normal end. Processes that were forked here have it, too.
+        """
+        protection = self._protection
+        if protection is None or pid != os.getpid() or getattr(sys, "last_value", None) is not None:
+            return
+        if protection.run.session.status.outcome is None:
+            self.close()
 
     @property
     def protection(self) -> Protection | None:

@@ -15,7 +15,7 @@ from support.launchers import Running, running, until
 ROOT = Path(__file__).parents[3]
 PLUGIN = ROOT / "plugins/mindio"
 PATHS = (ROOT / "tests", PLUGIN, PLUGIN / "lastgasp_mindio/dropin")
-SCRIPT = Path(__file__).with_name("train_replicated.py")
+SCRIPTS = Path(__file__).parent
 GO = 2
 """The step behind which the ranks wait for the launcher."""
 OFFER = "a fault can be answered in place, as incarnation 1"
@@ -42,6 +42,7 @@ class DropInJob:
     folder: Path
     world: int = 4
     steps: int = 10
+    script: str = "train_replicated.py"
 
     @property
     def checkpoints(self) -> Path:
@@ -84,8 +85,8 @@ class DropInJob:
         (self.folder / f"go-{gate}").touch()
 
     def _command(self) -> list[str]:
-        command = [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(self.world), str(SCRIPT)]
-        return [*command, "--final", str(self.final), "--steps", str(self.steps)]
+        command = [sys.executable, "-m", "lastgasp", "run", "--nproc-per-node", str(self.world)]
+        return [*command, str(SCRIPTS / self.script), "--final", str(self.final), "--steps", str(self.steps)]
 
     def _environment(self, faults: str) -> dict[str, str]:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
