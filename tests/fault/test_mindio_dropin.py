@@ -289,11 +289,14 @@ def test_a_script_that_says_nothing_at_its_end_has_ended_well(tmp_path: Path) ->
     assert incidents(job) == [], done.output[-4000:]
 
 
-def test_a_script_that_raises_has_not(tmp_path: Path) -> None:
+def test_a_restart_that_loads_from_elsewhere_is_noted(tmp_path: Path) -> None:
+    """A traceback is no good end; and only the job's own code knows where it loads (Megatron's --load)."""
     job = DropInJob(tmp_path, 2, script="train_undecorated.py")
-    done = job.run(JOB_RAISES="1 4")
+    done = job.run(JOB_RAISES="1 4", JOB_LOAD=str(tmp_path))
     assert done.ok, done.output[-4000:]
-    assert ends(job) == ["1 0 4 12", "1 1 4 12"], done.output[-4000:]
+    assert ends(job) == ["1 0 0 12", "1 1 0 12"], done.output[-4000:]
     [found] = incidents(job)
     assert (found.ending, found.step_saved, found.steps_lost) == ("saved", 4, 0), done.output[-4000:]
     assert [(one.kind, one.rank) for one in found.faults][:1] == [("exit", 1)], found
+    [note] = found.notes
+    assert f"began with step 0 although step 4 was saved to {job.checkpoints / 'iter_0000004'}: 4 steps" in note

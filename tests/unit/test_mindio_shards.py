@@ -176,6 +176,32 @@ def test_with_resume_never_nothing_is_looked_at(folder: Path, monkeypatch: pytes
     assert (folder / "iter_0000005").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("attempt", "step", "since", "job", "said"),
+    [
+        (1, 2, 0, "local", True), (1, 5, 0, "local", False), (1, 2, 1 << 62, "local", False), (1, 2, 0, "x", False),
+        (0, 2, 1 << 62, "x", True), (0, 5, 0, "local", False), (0, 6, 0, "local", False),
+    ],
+)  # fmt: skip
+def test_a_job_that_begins_with_less_than_was_saved(
+    attempt: int, step: int, since: int, job: str, said: bool, folder: Path
+) -> None:
+    """A restart is asked about dumps of its own job alone: the directory may hold newer ones of an abandoned run."""
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=attempt, job=job, since_ns=since)
+    text = reload.passed_over(step, place)
+    assert bool(text) == said
+    if said:
+        assert f"began with step 2 although step 5 was saved to {folder / 'iter_0000005'}: 3 steps" in text
+
+
+def test_with_resume_never_a_start_is_meant_so_and_a_restart_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTGASP_RESUME", "never")
+    assert not reload.passed_over(0, Place(rank=0, world_size=1, replicas=data_parallel(1)))
+    assert reload.passed_over(0, Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=1))
+
+
 def test_a_dump_that_fits_no_layout_is_said(tmp_path: Path) -> None:
     writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
     path, why = manifests.seal(tmp_path, LAYOUT, 7, writer)

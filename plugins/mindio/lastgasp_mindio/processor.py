@@ -18,7 +18,7 @@ from typing import Any
 
 from lastgasp.adapter import ConfigError
 from lastgasp.adapter.again import Again, is_to_be_taken_in, order_of_this_process, order_when_taken_in, tell_code
-from lastgasp_mindio import device, elastic, settings
+from lastgasp_mindio import device, elastic, reload, settings
 from lastgasp_mindio.classify import Classifier
 from lastgasp_mindio.elastic import Wishes
 from lastgasp_mindio.enums import Action, ReportState
@@ -234,6 +234,11 @@ class Processor:
             return
         protection.begin(step - 1)
         session = protection.run.session
+        if self.rank == 0 and self._trainings == 1 and (text := reload.passed_over(step - 1, protection.run.place)):
+            if protection.run.place.attempt:
+                session.note(text)
+            else:
+                log.warning("mindio_ttp: %s", text)
         session.before_update()
         session.step_completed(step)
         self._count(protection)

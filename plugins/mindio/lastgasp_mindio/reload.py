@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lastgasp.adapter import Layout, NoGoodCheckpoint
+from lastgasp.adapter import Layout, NoGoodCheckpoint, Place
 from lastgasp.adapter.checkpoint import Candidate, candidates, progress_bar, put_back, quarantine, verify
 from lastgasp.adapter.files import remove_stale_temps, write_atomically
 from lastgasp_mindio import settings
@@ -55,6 +55,28 @@ def verify_newest() -> None:
             log.warning("%s: no checkpoint with a manifest is good; what is left cannot be verified", folder)
     if reasons:
         _repair_tracker(folder, layout)
+
+
+def passed_over(step: int, place: Place) -> str:
+    """What is to be said where training began with `step` although a newer one was saved; else an empty string.
+
+    In a restart only what its own job has saved counts: the directory may hold newer dumps of an abandoned run.
+    """
+    config, layout = settings.config(), settings.layout()
+    if config.resume == "never" and not place.attempt:
+        return ""
+    for candidate in candidates([config.directory], layout):
+        manifest = candidate.manifest
+        if manifest is None or candidate.problem:
+            continue
+        own = manifest.job == place.job and manifest.creator.time_ns >= place.since_ns
+        if manifest.step > step and (own or not place.attempt):
+            return (
+                f"training began with step {step} although step {manifest.step} was saved to {candidate.path}: "
+                f"{manifest.step - step} steps are done again. The job's own code loads from elsewhere "
+                "(Megatron: --load must name the directory of --save)"
+            )
+    return ""
 
 
 def _judged(candidate: Candidate, layout: Layout) -> str | None:
