@@ -147,7 +147,8 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
 
 
 def tft_set_step_args(args: Any) -> None:
-    """What handlers are given, where the training function is not decorated; not with MindSpeed's framework types.
+    """What handlers are given from now on, in place of the decorated function's arguments; not with MindSpeed's
+    framework types.
 
     Raises:
         RuntimeError: a dump has begun.
@@ -243,12 +244,14 @@ def tft_get_repair_step() -> int:
 
 
 def tft_get_repair_type() -> str:
-    """`dump` once a recovery has begun; in and after one in place `retry` or `recover`; else, and with other numbers of
-    ranks, `unknow` (sic)."""
-    protection, repaired = PROCESSOR.protection, PROCESSOR.repaired
-    if protection is not None and protection.run.session.status.held:
-        return "dump"
-    return {"replace": "recover", "retry": "retry"}.get(repaired.rung if repaired is not None else "", "unknow")
+    """`retry` or `recover` from the stop handler of a recovery in place on, `dump` once any other has begun; else, and
+    with other numbers of ranks, `unknow` (sic)."""
+    protection, again = PROCESSOR.protection, PROCESSOR.repaired
+    if protection is not None and (status := protection.run.session.status).held:
+        again = status.outcome.again if status.outcome is not None else None
+        if again is None:
+            return "dump"
+    return {"replace": "recover", "retry": "retry"}.get(again.rung if again is not None else "", "unknow")
 
 
 def tft_report_load_ckpt_step(step: int) -> None:

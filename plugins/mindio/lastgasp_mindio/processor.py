@@ -128,12 +128,13 @@ class Processor:
 
         @wraps(func)
         def protected(*args: Any, **options: Any) -> Any:
-            self.handlers.args = args if self.framework else list(args)
+            given = args if self.framework else list(args)
+            self.handlers.args = given  # tft_set_step_args changes what handlers get, and not what the function does
             if not self.reboot:
                 self._connect(decorated=True)
             while True:
                 try:
-                    result = func(*self.handlers.args, **options)
+                    result = func(*given, **options)
                     if self._protection is not None:
                         self._protection.run.finish()
                 except BaseException as error:
@@ -232,6 +233,9 @@ class Processor:
         if not self._inside or protection is None:
             self._ignored(step)
             return
+        if settings.reuses_fp32() and not settings.is_update(step):
+            self._inside = False
+            return
         protection.begin(step - 1)
         session = protection.run.session
         if self.rank == 0 and self._trainings == 1 and (text := reload.passed_over(step - 1, protection.run.place)):
@@ -246,13 +250,13 @@ class Processor:
     def _count(self, protection: Protection) -> None:
         """From now on the engine is told of each update."""
         session = protection.run.session
-        status = session.status
+        status, converts = session.status, settings.reuses_fp32()
 
         def completed(number: int) -> None:
-            if status.inside:
-                session.step_completed(number)
-            else:
+            if not status.inside:
                 self._ignored(number)
+            else:
+                session.step_completed(number if not converts or settings.is_update(number) else status.step)
 
         self.before_update, self.completed = session.before_update, completed
 

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from lastgasp.adapter import GaspConfig, Layout, recovery_of
 from lastgasp.adapter.again import LATER
 from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile
+from lastgasp_mindio.utils import update_was_timed
 
 log = logging.getLogger("lastgasp")
 
@@ -26,17 +28,32 @@ _NEVER = 1e9
 
 def directory() -> tuple[Path, bool]:
     """Where checkpoints and incidents lie, and whether somebody has said so."""
-    given = os.environ.get("LASTGASP_DIR") or _megatrons()
+    given = os.environ.get("LASTGASP_DIR") or str(_megatrons("save") or "")
     return (Path(given).absolute(), True) if given else (Path("lastgasp").absolute(), False)
 
 
-def _megatrons() -> str:
-    """Megatron's `--save`, where it is loaded and has read its arguments."""
+def _megatrons(name: str) -> Any:
+    """One of Megatron's arguments, where it is loaded and has read them; else None."""
     module = sys.modules.get("megatron.training.global_vars")
     try:
-        return str(getattr(module.get_args(), "save", None) or "") if module is not None else ""
+        return getattr(module.get_args(), name, None) if module is not None else None
     except Exception:  # its own assertion: it has read none
-        return ""
+        return None
+
+
+def reuses_fp32() -> bool:
+    """MindSpeed's `--reuse-fp32-param`."""
+    return bool(_megatrons("reuse_fp32_param"))
+
+
+def is_update(step: int) -> bool:
+    """Whether the pair of calls that ends with `step` was an update, with `--reuse-fp32-param`.
+
+    MindSpeed-LLM calls them around the conversions of the weights before and behind each update, too, with a count of
+    its own that is 0 after loading. Its updates alone are timed.
+    """
+    timed = update_was_timed()
+    return step == (_megatrons("iteration") or 0) + 1 > 1 if timed is None else timed
 
 
 def config() -> GaspConfig:

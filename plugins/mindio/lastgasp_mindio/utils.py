@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _window: list[int | None] = [None, None]
+_timed = [False, False]
+"""Whether an update was ever timed in this process, and since `update_was_timed` was called last."""
 
 
 def tft_set_update_start_time(start_time: int | None = None) -> None:
@@ -13,6 +15,14 @@ def tft_set_update_start_time(start_time: int | None = None) -> None:
 def tft_set_update_end_time(end_time: int | None = None) -> None:
     """Remember when the update ended."""
     _window[1] = end_time
+    _timed[:] = [True, True]
+
+
+def update_was_timed() -> bool | None:
+    """Whether an update was timed since the last call; None: the job does not time its updates."""
+    ever, since = _timed
+    _timed[1] = False
+    return since if ever else None
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, end_time: int | None = None) -> bool:

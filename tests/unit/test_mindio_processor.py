@@ -1,0 +1,202 @@
+"""The drop-in's own decisions in this process, with the engine played: when training begins, with what, who is told."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lastgasp.adapter import Place, RankStatus, Release, data_parallel
+from lastgasp.adapter.again import Again
+from lastgasp_mindio import framework, processor, reload, utils
+from lastgasp_mindio.elastic import Wishes
+from lastgasp_mindio.processor import Processor
+
+
+class Engine:
+    """A `training.Protection` that notes what it is told."""
+
+    def __init__(self, attempt: int = 0) -> None:
+        self.began: list[int] = []
+        self.steps: list[int] = []
+        self.notes: list[str] = []
+        self.status, self.run = RankStatus(), self
+        self.again: Again | None = None
+        self.place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=attempt)
+        self.session: Any = self
+        self.closed = 0
+        self.note = self.notes.append
+
+    def begin(self, step: int) -> None:
+        """Training begins."""
+        self.began.append(step)
+        self.status.step = step
+
+    def before_update(self) -> None:
+        """As the status."""
+        self.status.before_update()
+
+    def step_completed(self, step: int) -> None:
+        """As the status."""
+        self.steps.append(step)
+        self.status.step_completed(step)
+
+    def failed(self, error: BaseException) -> None:
+        """Nothing is entered again, unless the test says so."""
+
+    def finish(self) -> None:
+        """Training ended well."""
+
+    def close(self) -> None:
+        """The same."""
+        self.closed += 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """What `protect` returns."""
+    found = Engine()
+
+    def protect(place: Any, info: Any, handlers: Any, faults: Any, wishes: Wishes) -> Engine:
+        if info is None:
+            raise ValueError("tft_set_optimizer_replica was not called on rank 0")
+        found.wishes = wishes  # type: ignore[attr-defined]
+        return found
+
+    monkeypatch.setattr(processor, "protect", protect)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    monkeypatch.setattr(reload, "passed_over", lambda *_: "")
+    return found
+
+
+INFO = [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}]
+
+
+def started() -> Processor:
+    """Of rank 0 of one, registered."""
+    found = Processor()
+    found.init(0, 1)
+    found.start()
+    found.info = INFO
+    return found
+
+
+def update(found: Processor, step: int) -> None:
+    """A pair of calls."""
+    found.before_update()
+    found.completed(step)
+
+
+# -- --reuse-fp32-param --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Megatron's arguments, in a process in which no update was timed yet."""
+    args = SimpleNamespace(reuse_fp32_param=True, iteration=100, save="")
+    module = SimpleNamespace(get_args=lambda: args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    monkeypatch.setattr(utils, "_timed", [False, False])
+    return args
+
+
+def train(found: Processor, args: SimpleNamespace, own: int, chained: int, timed: bool) -> int:
+    """One iteration of MindSpeed-LLM's; returns its optimizers' own count, which is 0 after loading."""
+    for _ in range(chained):
+        update(found, max(own, 1))
+    found.before_update()
+    if timed:
+        utils.tft_set_update_start_time()
+        utils.tft_set_update_end_time()
+    found.completed(args.iteration + 1)
+    for _ in range(chained):
+        update(found, args.iteration + 1)
+    args.iteration += 1
+    return int(args.iteration)
+
+
+@pytest.mark.parametrize(
+    ("first", "chained", "timed", "began"),
+    [(100, 1, True, 100), (100, 2, True, 100), (0, 2, True, 0), (100, 2, False, 100), (0, 1, False, 1)],
+)
+def test_a_conversion_of_the_weights_is_no_update(
+    first: int, chained: int, timed: bool, began: int, engine: Engine, megatron: SimpleNamespace
+) -> None:
+    """MindSpeed-LLM calls start and end around them, too, before the first update with a step that was never done."""
+    found, own = started(), 0
+    megatron.iteration = first
+    for _ in range(3):
+        own = train(found, megatron, own, chained, timed)
+    assert engine.began == [began]
+    assert sorted({*engine.steps}) == [*range(engine.steps[0], first + 4)]
+    assert engine.status.step == first + 3
+
+
+def test_in_a_new_process_a_conversion_does_not_go_back_to_step_one(
+    engine: Engine, megatron: SimpleNamespace
+) -> None:
+    """It has got its state from the others, at step 100; its optimizers have counted nothing yet."""
+    found = started()
+    engine.status.step = 100
+    found._count(engine)  # type: ignore[arg-type]
+    update(found, 1)
+    assert engine.status.step == 100 and not engine.status.inside
+    train(found, megatron, 0, 1, True)
+    assert engine.status.step == 101
+
+
+def test_without_it_each_pair_is_an_update(engine: Engine, megatron: SimpleNamespace) -> None:
+    megatron.reuse_fp32_param = False
+    found = started()
+    for step in (7, 8):
+        update(found, step)
+    assert (engine.began, engine.steps) == ([6], [7, 8])
+
+
+# -- in place ------------------------------------------------------------------------------------------
+
+
+def again(rung: str) -> Again:
+    """What was agreed on."""
+    lost, members = ((1,) if rung == "replace" else ()), ((0, 2) if rung == "shrink" else ())
+    return Again(incarnation=1, step=3, source=0, takers=lost, lost=lost, port=0, members=members)
+
+
+def test_the_function_is_entered_again_with_its_own_arguments(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tft_set_step_args is for the handlers; what they put into the function's own list, the function gets."""
+    found, entered = started(), []
+
+    def train(*given: str) -> None:
+        entered.append(given)
+        found.handlers.args = "of tft_set_step_args"
+        if len(entered) == 1:
+            engine.again = again("retry")
+            raise RuntimeError("a link")
+
+    monkeypatch.setattr(found, "_enter_again", lambda _: None)
+    found.decorate(train)("model", "data")
+    assert entered == [("model", "data")] * 2
+    assert found.handlers.args == "of tft_set_step_args"
+
+
+@pytest.mark.parametrize(
+    ("rung", "named"), [("retry", "retry"), ("replace", "recover"), ("shrink", "unknow"), (None, "dump")]
+)
+def test_in_stop_and_clean_the_type_of_the_repair_is_known(
+    rung: str | None, named: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MindSpeed-LLM's clean handler makes its groups anew for a retry alone."""
+    found = started()
+    monkeypatch.setattr(framework, "PROCESSOR", found)
+    update(found, 1)
+    assert framework.tft_get_repair_type() == "unknow"
+    engine.status.hold(1.0)
+    assert framework.tft_get_repair_type() == "dump"
+    more = again(rung) if rung else None
+    engine.status.release(Release(recovery=0, ending="in_place", step=3, path="", reason="", again=more))
+    assert framework.tft_get_repair_type() == named
