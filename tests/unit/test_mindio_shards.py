@@ -7,6 +7,7 @@ import logging
 import shutil
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ def test_reports_that_contradict_one_another(infos: list[Any], why: str) -> None
         groups_of(infos)
 
 
+def raising(text: str) -> str:
+    """A handler with a mistake."""
+    raise KeyError(text)
+
+
 @pytest.mark.parametrize(
     ("text", "state"),
     [
@@ -84,14 +90,35 @@ def test_reports_that_contradict_one_another(infos: list[Any], why: str) -> None
         ("HBM MULTI BIT ECC, time us=5", "RS_UCE_CORRUPTED"),
         ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED"),
         ("PRECISION ERROR in step 4", "RS_RETRY"),
-        ("NONSENSE", "RS_UNKNOWN"),
+        ("PRECISION ERROR that is none", "RS_UNKNOWN"),
+        ("A LINK", "RS_HCCL_FAILED"),
+        ("NAMES A STATE", "RS_UNKNOWN"),
+        ("NO SUCH STATE", "RS_UNKNOWN"),
+        ("MISTAKE", "RS_UNKNOWN"),
         ("anything else", "RS_UNKNOWN"),
     ],
 )
 def test_what_an_exception_means(text: str, state: str) -> None:
-    classifier = Classifier([("PRECISION", "RS_RETRY", lambda _: "RS_RETRY"), ("NONSENSE", "?", lambda _: "?")])
+    """A handler returns a pattern, whose state counts, or "OTHER"."""
+    classifier = Classifier()
+    for pattern, named, handle in (
+        ("PRECISION", "RS_RETRY", lambda text: "OTHER" if "none" in text else "PRECISION"),
+        ("A LINK", "RS_RETRY", lambda _: "UB LINK ERROR"),
+        ("NAMES A STATE", "RS_RETRY", lambda _: "RS_RETRY"),
+        ("NO SUCH STATE", "?", lambda _: "NO SUCH STATE"),
+        ("MISTAKE", "RS_RETRY", raising),
+    ):
+        classifier.register(pattern, named, handle)
     assert classifier.state_of(RuntimeError(text)).name == state
     assert classifier.state_of(ValueError(text)) is ReportState.RS_UNKNOWN
+
+
+def test_the_last_registration_of_a_pattern_counts_at_its_old_place() -> None:
+    classifier = Classifier()
+    for pattern, named in (("UCE ERROR", "RS_RETRY"), ("MINE", "RS_RETRY"), ("MINE", "RS_HCCL_FAILED")):
+        classifier.register(pattern, named, partial(str.format, pattern))
+    for text, state in (("MINE", "RS_HCCL_FAILED"), ("MINE, FORCE STOP, UCE ERROR", "RS_RETRY")):
+        assert classifier.state_of(RuntimeError(text)).name == state
 
 
 @pytest.mark.parametrize(

@@ -336,8 +336,9 @@ def tft_register_decrypt_handler(decryptor: Callable[[str], str] | None) -> None
 
 
 def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_handle: Callable[[str], str]) -> None:
-    """Add a pattern to those by which an exception is classified; `fault_handle(text)` names a ReportState."""
-    PROCESSOR.faults.own.append((fault_pattern, fault_type, fault_handle))
+    """Have a RuntimeError with `fault_pattern` in its text counted as `fault_type`, the name of a ReportState, where
+    `fault_handle(text)` returns that pattern; another pattern: as that one; "OTHER": as an unknown error."""
+    PROCESSOR.faults.register(fault_pattern, fault_type, fault_handle)
 
 
 def _register(name: str, func: Handler, ctx: Any) -> None:

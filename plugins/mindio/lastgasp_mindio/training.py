@@ -172,7 +172,7 @@ class Protection:
 
     def _verdict_of(self, error: BaseException) -> Verdict | None:
         """A precision error is in the values of all ranks, so no rank's may be saved."""
-        if self._classifier.state_of(error) is not ReportState.RS_RETRY:
+        if self._state is not ReportState.RS_RETRY:
             return None
         return Verdict(PRECISION, f"the values are wrong on all ranks, and are not saved ({cause_of(error)})")
 
@@ -246,8 +246,7 @@ class Protection:
             saver.parked.clear()
             self.begin(again.step, durable)
         except BaseException as error:
-            saver.parked.set()
-            self.run.failed(error)
+            self.failed(error)
             raise
 
 

@@ -93,7 +93,7 @@ def register(rank: int, world: int, optimizer: ReplicatedOptimizer, reboot: bool
     tft_register_zit_upgrade_rebuild_handler(take_in)
     tft_register_zit_upgrade_repair_handler(repair)
     tft_register_zit_upgrade_rollback_handler(complete_again)
-    tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "RS_RETRY")
+    tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
     if world > 1 and not reboot:
         _gather_pids()
 
