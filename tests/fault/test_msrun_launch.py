@@ -105,7 +105,7 @@ def test_a_script_that_cannot_even_start_is_stopped_and_its_traceback_shown(tmp_
     script.write_text("import no_such_module_at_all\n")
     done = finish(Job(folder=tmp_path, launcher="run", script=script))
     assert done.returncode == exitcodes.NO_PROGRESS, done.output[-4000:]
-    assert done.output.count("No module named 'no_such_module_at_all'") >= 4, "one in each attempt"
+    assert done.output.count("No module named 'no_such_module_at_all'") >= 2, "one in each attempt"
 
 
 def test_a_rank_that_refuses_is_not_started_again(tmp_path: Path) -> None:
