@@ -142,7 +142,7 @@ elif attempt == "1":
         time.sleep(0.02)
     (folder / "over").touch()
 else:
-    while not list(folder.glob("one-*")):
+    while not (list(folder.glob("one-*")) and list(folder.glob("scheduler-*"))):
         time.sleep(0.02)
     [other] = folder.glob("one-*")
     stat = Path("/proc", other.name[4:], "stat")
