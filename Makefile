@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 MEGATRON := $(VENV)/.megatron
 MINDSPORE := $(VENV)/.mindspore
 TENSORFLOW := $(VENV)/.tensorflow
+DEEPSPEED := $(VENV)/.deepspeed
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
@@ -46,6 +47,11 @@ $(TENSORFLOW): tests/support/tf/requirements.txt tests/support/tf/place.py | $(S
 	cd tests && ../$(BIN)/python -m support.tf.place
 	@touch $@
 
+# 25 MB, built from source, for make test-full alone; kept out of site-packages, where others would import it.
+$(DEEPSPEED): constraints.txt tests/support/deepspeed_place.py | $(STAMP)
+	cd tests && ../$(BIN)/python -m support.deepspeed_place
+	@touch $@
+
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
 	$(BIN)/lastgasp demo --out $(OUT)
 
@@ -66,6 +72,7 @@ unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTEST_DISABLE_PLUGIN_AUTOLOAD
 test tests test-full: export TESTS_NEED_MEGATRON := 1
 test tests test-full: export TESTS_NEED_MINDSPORE := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
+test-full: export TESTS_NEED_DEEPSPEED := 1
 
 # Lint runs beside the tests: mypy is one process, and a fresh checkout has nothing in its cache.
 test: lint tests  ## lint, and all tests but the full matrix
@@ -78,7 +85,7 @@ test-fast: $(STAMP)  ## the tests of a few seconds
 # Of a matrix the cases that cover each pair of values; PRODUCTS= runs all of them, TESTS_COLD=1 starts every process as
 # users do, where others are forked from one that has imported torch (tests/support/prefork): half a day, and twice that.
 PRODUCTS ?= --covering
-test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW)  ## everything, the fault matrices included (hours)
+test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW) $(DEEPSPEED)  ## everything, the fault matrices included (hours)
 	$(BIN)/python -m pytest -o faulthandler_timeout=2000 $(PRODUCTS) $(WORKERS) $(ARGS)
 
 bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
