@@ -131,6 +131,18 @@ def test_other_damage(row: tuple[str, str], shelves: dict[str, Path], tmp_path: 
 
 
 @pytest.mark.full
+def test_what_was_asked_for_is_loaded_whole(shelves: dict[str, Path], tmp_path: Path) -> None:
+    """Megatron alone takes the optimizer's weights and moments, and the iteration, from where the tracker says."""
+    stored = shelves["torch"]
+    undisturbed = job(stored.parent, "torch", 20).losses()
+    again, done = start(stored, tmp_path, f"{FLAGS['torch']} --ckpt-step 10", lambda _: None)
+    assert done.ok, done.output[-4000:]
+    losses = again.losses()
+    assert {iteration for _, iteration in losses} == set(range(10, 22))
+    assert {at: losses[at] for at in losses if at[1] < 20} == {at: undisturbed[at] for at in losses if at[1] < 20}
+
+
+@pytest.mark.full
 def test_nothing_good_is_no_success_and_nothing_is_trained(shelves: dict[str, Path], tmp_path: Path) -> None:
     def spoil(directory: Path) -> None:
         for path in directory.glob("iter_*/mp_rank_00/model_optim_rng.pt"):

@@ -14,13 +14,14 @@ from lastgasp.checkpoint import Staged
 from lastgasp.errors import CheckpointError, NoGoodCheckpoint, NothingLoads
 from lastgasp.ports import Gather
 from lastgasp.topology import Place, data_parallel
+from lastgasp_megatron import reload
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.exits import NotLoaded, around_load, is_about_content
 from lastgasp_megatron.merge import layout_of, merged
 from lastgasp_megatron.own_part import load_own_part, without_gloo
 from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.shards import copied, held_of
-from lastgasp_megatron.tracker import read_tracker
+from lastgasp_megatron.tracker import NAME, read_tracker
 from support.checkpoint_kit import FOLDERS, as_ranks, provenance
 from support.megatron.slices import optimizers
 
@@ -36,7 +37,7 @@ def put(directory: Path, step: int, *folders: str) -> None:
         for name in files:
             staged.open(f"{path.name}/{name}").write(f"{name} of {step}".encode())
         staged.publish(provenance(step))
-    (directory / "latest_checkpointed_iteration.txt").write_text(str(step))
+    (directory / NAME).write_text(str(step))
 
 
 def start(directory: Path, load: Load = lambda rank, step: None, **given: Any) -> int | None:
@@ -53,13 +54,15 @@ def start(directory: Path, load: Load = lambda rank, step: None, **given: Any) -
             step = args.ckpt_step
             if step is not None:
                 # Megatron reads the distributed optimizer's file at what the tracker says, whatever ckpt_step is.
-                assert given or read_tracker(directory).iteration == step
+                assert Path(selector.tracker(str(directory / NAME))).read_text() == str(step)
+                assert selector.tracker(str(directory / "other" / NAME)) == str(directory / "other" / NAME)
                 load(rank, step)
             return None if step is None else int(step)
 
         loaded: int | None = selector.load(lambda: around_load(load_checkpoint, (), {}))
         selector.done()
         assert args.ckpt_step == values["ckpt_step"]
+        assert selector.tracker(str(directory / NAME)) == str(directory / NAME)
         return loaded
 
     first, second = as_ranks(2, body)
@@ -134,11 +137,14 @@ def test_what_all_ranks_refuse_is_set_aside_and_the_next_is_loaded(
 
 
 def test_a_model_that_was_just_changed_costs_no_checkpoint(tmp_path: Path) -> None:
+    """Nor does the tracker name an older one: what is newer would count as rolled back in the corrected job."""
     put(tmp_path, 4)
     put(tmp_path, 6, *TP1)
     with pytest.raises(NothingLoads, match="size mismatch in 6"):
         start(tmp_path, refuse(4, 6))
     assert names(tmp_path) == {"iter_0000004", "iter_0000006"}
+    assert read_tracker(tmp_path).iteration == 6
+    assert start(tmp_path) == 6
 
 
 def test_one_rank_alone_says_nothing_about_a_checkpoint(tmp_path: Path) -> None:
@@ -167,9 +173,34 @@ def test_one_that_was_asked_for_by_name_is_loaded_or_nothing_is(tmp_path: Path) 
     put(tmp_path, 4)
     put(tmp_path, 6, *TP1)
     assert start(tmp_path, ckpt_step=4) == 4
+    assert start(tmp_path, lastgasp_resume=str(tmp_path / "iter_0000004")) == 4
+    assert read_tracker(tmp_path).iteration == 6
     with pytest.raises(RuntimeError, match="size mismatch in 6"):
         start(tmp_path, refuse(6), ckpt_step=6)
     assert names(tmp_path) == {"iter_0000004", "iter_0000006"}
+
+
+@pytest.mark.parametrize("text", [None, "", "release"])
+def test_one_that_was_asked_for_is_loaded_whatever_the_tracker_says(text: str | None, tmp_path: Path) -> None:
+    put(tmp_path, 4)
+    put(tmp_path, 6, *TP1)
+    (tmp_path / NAME).unlink() if text is None else (tmp_path / NAME).write_text(text)
+    assert start(tmp_path, ckpt_step=4) == 4
+    assert start(tmp_path) == 6, "it was asked for once"
+
+
+def test_a_tracker_that_cannot_be_written_costs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 4)
+    (tmp_path / NAME).write_text("")
+    monkeypatch.setattr(reload, "write_tracker", raiser(OSError(30, "Read-only file system")))
+    assert start(tmp_path) == 4
+
+
+def raiser(error: Exception) -> Callable[..., None]:
+    def act(*_: Any) -> None:
+        raise error
+
+    return act
 
 
 def test_nothing_there_is_megatrons_own_business(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def choose(directory: Path, attempt: int = 0, job: str = "job", **given: Any) ->
         selector.steer()
         left_out = tuple(name for name in ("no_load_optim", "no_load_rng", "finetune") if getattr(args, name, False))
         said = Chosen(args.load, args.ckpt_step, selector.resumed, getattr(args, "finetune", False), left_out)
+        selector.load(lambda: None)
         selector.done()
         assert args.ckpt_step == given.get("ckpt_step")
         return said

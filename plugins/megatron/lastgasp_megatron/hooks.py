@@ -204,7 +204,7 @@ class Training:
 
     def _around_tracker(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         path = call(*args, **kwargs)
-        return path if self._run is None else self._run.saver.tracker(path)
+        return path if self._run is None else self._run.selector.tracker(self._run.saver.tracker(path))
 
     def _around_write(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         if self._run is not None:

@@ -1,7 +1,8 @@
 """Which iteration a job starts from: all ranks agree on the newest that verifies, before Megatron loads.
 
-Megatron is steered by `args.load` and `args.ckpt_step`; the tracker is repaired so that a plain Megatron would take the
-same one.
+Megatron is steered by `args.load`, `args.ckpt_step` and a tracker of its own while it loads, since it reads a part of
+the state from where the tracker says. That on disk is repaired once it has loaded, so that a plain Megatron would take
+the same one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ class MegatronSelector(SelectionPolicy):
         self._chosen: Candidate | None = None
         self._misfits: dict[Path, tuple[Candidate, str]] = {}
         self._put_off: dict[str, bool] = {}
+        self._tracker: tuple[Path, str] | None = None
         self.resumed = 0
 
     @property
@@ -83,16 +86,36 @@ class MegatronSelector(SelectionPolicy):
         """
         results: list[Any] = []
 
-        def load(_: object) -> None:
-            with contextlib.nullcontext() if self._preload is None else self._preload.handed_out():
+        def load(candidate: Candidate) -> None:
+            handed = contextlib.nullcontext() if self._preload is None else self._preload.handed_out()
+            with handed, self._tracked(candidate.path.parent):
                 results.append(call())
 
         if self._chosen is None:
-            load(None)
-        else:
-            self._selector.load(load, self._chosen)
-            self._set_misfits_aside()
+            return call()
+        loaded = self._selector.load(load, self._chosen)
+        if loaded is not None and loaded.path != self.asked() and self.place.rank == 0:
+            _repair(loaded.path.parent, self.resumed)
+        self._set_misfits_aside()
         return results[-1]
+
+    def tracker(self, path: str) -> str:
+        """What Megatron shall read for the tracker at `path`."""
+        return self._tracker[1] if self._tracker is not None and Path(path).absolute() == self._tracker[0] else path
+
+    @contextlib.contextmanager
+    def _tracked(self, directory: Path) -> Iterator[None]:
+        """Within it the tracker in `directory` says for Megatron what was chosen; there may be none that can be read,
+        and one that names an older iteration would stay, where that does not load either.
+        """
+        with tempfile.NamedTemporaryFile("w", prefix="lastgasp-tracker-") as file:
+            file.write(str(self.resumed))
+            file.flush()
+            self._tracker = directory / NAME, file.name
+            try:
+                yield
+            finally:
+                self._tracker = None
 
     def done(self) -> None:
         """Loading is over: restore the user's values, which are written into checkpoints."""
@@ -168,7 +191,7 @@ class MegatronSelector(SelectionPolicy):
         return super().verify(candidate)
 
     def selected(self, candidate: Candidate, by_name: bool) -> None:
-        """Steer Megatron there, and repair the tracker."""
+        """Steer Megatron there."""
         super().selected(candidate, by_name)
         path, step = candidate.path, LAYOUT.step(candidate.path)
         assert step is not None
@@ -179,10 +202,6 @@ class MegatronSelector(SelectionPolicy):
         self._args.ckpt_step = self.resumed = step
         if not by_name:
             self._load_whole(candidate)
-        tracker = read_tracker(path.parent)
-        stale = tracker.state in ("torn", "release") if path == self.asked() else tracker.name != str(step)
-        if stale and self.place.rank == 0:
-            _repair(path.parent, step, tracker)
 
     def _load_whole(self, candidate: Candidate) -> None:
         """Options that say how the training begins have no part in how this job goes on after a fault."""
@@ -267,12 +286,13 @@ def _folders(named: Iterable[str | Path | None]) -> list[Path]:
     return list(dict.fromkeys(Path(name).absolute() for name in named if name))
 
 
-def _repair(directory: Path, step: int, was: Tracker) -> None:
+def _repair(directory: Path, step: int) -> None:
+    was = read_tracker(directory)
+    if was.name == str(step):
+        return
     try:
         write_tracker(directory, step)
     except OSError as error:
-        if was.state in ("torn", "release"):
-            raise  # Megatron would exit over it, or load something else
         log.warning("the tracker in %s still says %s: %s", directory, was.name, error)
         return
     log.warning("the tracker in %s said %s, it says %d now", directory, was.name, step)
