@@ -87,6 +87,8 @@ def test_a_version_without_a_provider_is_called_as_it_is() -> None:
     [
         ("--non-persistent-ckpt-type", {"non_persistent_ckpt_type": "global"}),
         ("--ckpt-format", {"ckpt_format": "zarr"}),
+        ("--qk-clip", {"qk_clip": True}),
+        ("--vision-pretraining-type", {"vision_pretraining": True, "vision_pretraining_type": "dino"}),
         ("--async-save", {"ckpt_format": "torch", "async_save": True}),
         ("torch.distributed", {}),
     ],
@@ -98,7 +100,8 @@ def test_what_is_refused(option: str, args: dict[str, Any]) -> None:
 
 def test_what_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    off: dict[str, Any] = {"num_experts": None, "lora_target_modules": [], "reuse_fp32_param": False}
+    off: dict[str, Any] = {"num_experts": None, "qk_clip": False, "vision_pretraining_type": "dino"}
+    off |= {"lora_target_modules": [], "reuse_fp32_param": False}
     for args in ({}, off, {"ckpt_format": "torch_dist", "async_save": True}, {"ckpt_format": "torch"}):
         refuse(Namespace(**args))
 

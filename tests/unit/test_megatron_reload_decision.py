@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +37,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[
 Damage = Callable[[Path], object]
 
 
-def place(rank: int, attempt: int = 0, job: str = "job") -> Place:
-    return Place(rank=rank, world_size=2, replicas=data_parallel(2), attempt=attempt, job=job)
+def place(rank: int, attempt: int = 0, job: str = "job", since_ns: int = 0) -> Place:
+    return Place(rank=rank, world_size=2, replicas=data_parallel(2), attempt=attempt, job=job, since_ns=since_ns)
 
 
 def manifests(rank: int, gather: Gather, status: RankStatus, job: str = "job") -> Manifests:
@@ -105,18 +106,24 @@ class Chosen:
     tracker: Tracker = field(default_factory=lambda: Tracker("missing"))
 
 
-def choose(directory: Path, attempt: int = 0, job: str = "job", **given: Any) -> Chosen:
+OF_THE_START = (
+    "no_load_optim", "no_load_rng", "finetune", "override_ckpt_iteration", "ckpt_convert_update_legacy_dist_opt_format",
+)  # fmt: skip
+
+
+def choose(directory: Path, attempt: int = 0, job: str = "job", since_ns: int = 0, **given: Any) -> Chosen:
     """Let two ranks agree; returns what they set."""
 
     def body(rank: int, gather: Gather) -> Chosen:
         args = SimpleNamespace(**{"load": str(directory), "save": str(directory), "ckpt_step": None} | given)
-        selector = MegatronSelector(args, options_of(args), place(rank, attempt, job), gather)
+        selector = MegatronSelector(args, options_of(args), place(rank, attempt, job, since_ns), gather)
         selector.steer()
-        left_out = tuple(name for name in ("no_load_optim", "no_load_rng", "finetune") if getattr(args, name, False))
+        left_out = tuple(name for name in OF_THE_START if getattr(args, name, None) not in (None, False))
         said = Chosen(args.load, args.ckpt_step, selector.resumed, getattr(args, "finetune", False), left_out)
         selector.load(lambda: None)
         selector.done()
         assert args.ckpt_step == given.get("ckpt_step")
+        assert not [name for name in OF_THE_START if (given.get(name) or None) != (getattr(args, name, None) or None)]
         return said
 
     first, second = as_ranks(2, body)
@@ -312,7 +319,10 @@ def test_options_of_the_start_have_no_part_in_a_restart(tmp_path: Path, load: st
     write_torch(tmp_path / "new", 25)
     commit(tmp_path / "new", 25)
     named = str(tmp_path / load) if load is not None else None
-    for options in ({"no_load_optim": True, "no_load_rng": True}, {"finetune": True}):
+    for options in (
+        {"no_load_optim": True, "no_load_rng": True}, {"finetune": True}, {"override_ckpt_iteration": 7},
+        {"ckpt_convert_update_legacy_dist_opt_format": True},
+    ):  # fmt: skip
         given: dict[str, Any] = {"load": named, "save": str(tmp_path / "new")} | options
         again = choose(tmp_path, attempt=1, **given)
         assert (again.load, again.ckpt_step, again.left_out) == (str(tmp_path / "new"), 25, ()), options
@@ -332,6 +342,12 @@ def test_a_restart_that_begins_where_the_job_began_leaves_out_the_same(tmp_path:
     stored(tmp_path / "old")
     given: dict[str, Any] = {"load": str(tmp_path / "old"), "save": str(tmp_path / "new"), "no_load_optim": True}
     again = choose(tmp_path, attempt=1, job="another", **given)
+    assert (again.ckpt_step, again.left_out) == (20, ("no_load_optim",))
+
+
+def test_what_a_job_of_the_same_name_has_saved_before_this_start_is_loaded_as_the_user_says(tmp_path: Path) -> None:
+    stored(tmp_path)
+    again = choose(tmp_path, attempt=1, since_ns=time.time_ns() + 10**9, no_load_optim=True)
     assert (again.ckpt_step, again.left_out) == (20, ("no_load_optim",))
 
 

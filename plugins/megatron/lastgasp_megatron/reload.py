@@ -31,8 +31,14 @@ from lastgasp_megatron.tracker import LAYOUT, NAME, Tracker, checkpoint_path, re
 
 log = logging.getLogger("lastgasp")
 
-_OF_THE_START = ("finetune", "no_load_optim", "no_load_rng")
+_PARTS = ("finetune", "no_load_optim", "no_load_rng")
 """Options with which parts of a checkpoint are not loaded."""
+_OF_THE_START: dict[str, bool | None] = {
+    **dict.fromkeys(_PARTS, False),
+    "override_ckpt_iteration": None,
+    "ckpt_convert_update_legacy_dist_opt_format": False,
+}
+"""Options that say how a training begins with a checkpoint, and the values without them."""
 
 
 class MegatronSelector(SelectionPolicy):
@@ -64,7 +70,7 @@ class MegatronSelector(SelectionPolicy):
         self._selector = CheckpointSelector(self, gather, is_about_content)
         self._chosen: Candidate | None = None
         self._misfits: dict[Path, tuple[Candidate, str]] = {}
-        self._put_off: dict[str, bool] = {}
+        self._put_off: dict[str, Any] = {}
         self._tracker: tuple[Path, str] | None = None
         self.resumed = 0
 
@@ -205,26 +211,29 @@ class MegatronSelector(SelectionPolicy):
 
     def _load_whole(self, candidate: Candidate) -> None:
         """Options that say how the training begins have no part in how this job goes on after a fault."""
-        own = candidate.manifest is not None and candidate.manifest.job == self.place.job
-        given = [name for name in _OF_THE_START if getattr(self._args, name, False)]
+        vars(self._args).update(self._put_off)  # for one that has not loaded
+        self._put_off = {}
+        of = candidate.manifest
+        own = of is not None and of.job == self.place.job and of.creator.time_ns >= self.place.since_ns
+        given = {name: off for name, off in _OF_THE_START.items() if getattr(self._args, name, None) not in (None, off)}
         if self.place.restarted and own and getattr(self._args, "no_save_rng", False):
-            given = [name for name in given if name != "no_load_rng"]
-            self._put_off.setdefault("no_load_rng", bool(getattr(self._args, "no_load_rng", False)))
+            given.pop("no_load_rng", None)
+            self._put_off["no_load_rng"] = bool(getattr(self._args, "no_load_rng", False))
             self._args.no_load_rng = True  # Megatron would exit over what is not there
             if self.place.rank == 0:
                 self.note(f"--no-save-rng: random numbers behind iteration {candidate.step} are not those of a job "
                           "without the fault")  # fmt: skip
-        if not given:
-            return
-        named = ", ".join("--" + name.replace("_", "-") for name in given)
         if self.place.restarted and own:
-            self._put_off |= dict.fromkeys(given, True)
-            vars(self._args).update(dict.fromkeys(given, False))
-            if self.place.rank == 0:
-                log.info("%s: for the start only; after a fault all of %s is loaded", named, candidate.path.name)
-        elif self.place.rank == 0 and candidate.path.parent in self._own:
+            self._put_off |= {name: getattr(self._args, name) for name in given}
+            vars(self._args).update(given)
+            if self.place.rank == 0 and given:
+                log.info("%s: for the start only; after a fault all of %s is loaded as it is", _said(given),
+                         candidate.path.name)  # fmt: skip
+            return
+        parts = [name for name in _PARTS if name in given]
+        if parts and self.place.rank == 0 and candidate.path.parent in self._own:
             log.warning("%s: what %s holds beside the weights is not all loaded. Leave it out to go on with that "
-                        "training as it was", named, candidate.path)  # fmt: skip
+                        "training as it was", _said(parts), candidate.path)  # fmt: skip
 
     def lost(self, agreement: Agreement, gather: Gather) -> dict[str, str]:
         """Also what trackers name."""
@@ -280,6 +289,10 @@ def _is_newer(one: Path, other: Path) -> bool:
     with contextlib.suppress(OSError):
         return one.stat().st_mtime_ns > other.stat().st_mtime_ns
     return False
+
+
+def _said(options: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in options)
 
 
 def _folders(named: Iterable[str | Path | None]) -> list[Path]:

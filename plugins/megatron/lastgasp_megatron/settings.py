@@ -24,6 +24,7 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "fp8_param_gather": ("the default", "Leave it out."),
     "fp4_param": ("the default", "Leave it out."),
     "fp4_param_gather": ("the default", "Leave it out."),
+    "qk_clip": ("the default", "Leave it out: it changes weights behind the update, where survivors do not see it."),
     "optimizer_cuda_graph": ("the default", "Leave it out: its state cannot be read between two steps."),
     "overlap_param_gather_with_optimizer_step": ("the default", "Leave it out."),
     "reuse_grad_buf_for_mxfp8_param_ag": ("the default", "Leave it out."),
@@ -79,6 +80,9 @@ def refuse(args: Any) -> None:
         if (getattr(args, name, None) or 1) > 1:
             raise ConfigError(option, getattr(args, name), "1", "Leave it out, or train without lastgasp.")
     _refuse_of_experts(args)
+    if getattr(args, "vision_pretraining", False) and getattr(args, "vision_pretraining_type", "") == "dino":
+        remedy = "Use another one: it changes weights behind the update, where survivors do not see it."
+        raise ConfigError("--vision-pretraining-type", "dino", "another one", remedy)
     format = getattr(args, "ckpt_format", "torch")
     if format not in ("torch", "torch_dist"):
         raise ConfigError("--ckpt-format", format, "torch or torch_dist", "Use one of them.")
