@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -438,7 +439,7 @@ def _saved_again(directory: Path, **given: Any) -> bool:
 
         saver.save(save_checkpoint, (10, None), {})
         vars(args).update(given)
-        saver.training = given.get("training", True)
+        saver.training, saver.loaded = given.get("training", True), given.get("loaded")
         saver.save(save_checkpoint, (10, None), {})
 
     as_ranks(2, body)
@@ -451,6 +452,47 @@ def test_what_is_on_disk_is_not_torn_by_a_second_save_of_the_same_step(tmp_path:
     assert not _saved_again(tmp_path / "batch grows")
     assert _saved_again(tmp_path / "rerun machine", curr_iteration=10), "it holds more"
     assert _saved_again(tmp_path / "after training", training=False), "the script may have changed the model"
+
+
+def test_a_training_that_had_ended_does_not_tear_its_last_checkpoint_when_it_is_started_again(tmp_path: Path) -> None:
+    """Megatron saves at the end what it has just loaded, where no periodic save was due."""
+    ended: dict[str, Any] = {"training": False, "curr_iteration": 0}
+    assert not _saved_again(tmp_path / "a", **ended, loaded=checkpoint_path(tmp_path / "a", 10))
+    assert _saved_again(tmp_path / "b", **ended, loaded=checkpoint_path(tmp_path / "a", 10)), "of another training"
+    here = checkpoint_path(tmp_path / "c", 10)
+    assert _saved_again(tmp_path / "c", **ended, loaded=here, ckpt_format="torch_dist"), "a gasp, or converted"
+
+
+def test_async_saves_get_their_manifests_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each begins before the one before has ended, the queue is never empty."""
+    queued: list[int] = []
+    queue = SimpleNamespace(get_num_unfinalized_calls=lambda: len(queued))
+    module = SimpleNamespace(_async_calls_queue=queue, is_empty_async_queue=lambda: not queued)
+    monkeypatch.setitem(sys.modules, "megatron.training.async_utils", module)
+    saver = Saver(SimpleNamespace(save=str(tmp_path), async_save=True), _alone())
+
+    def save_checkpoint(iteration: int, model: Any) -> None:
+        write_torch(tmp_path, iteration)
+        Path(saver.tracker(str(tmp_path / NAME))).write_text(str(iteration))
+        queued.append(iteration)
+
+    for iteration in (10, 20):
+        saver.save(save_checkpoint, (iteration, None), {})
+        saver.finalized()
+    assert read_tracker(tmp_path).state == "missing"
+    queued.pop(0)
+    saver.finalized()
+    assert read_tracker(tmp_path) == Tracker("iteration", 10)
+    assert [c.step for c in candidates([tmp_path], LAYOUT) if c.manifest] == [10]
+    queued.clear()
+    saver.finalized()
+    assert read_tracker(tmp_path) == Tracker("iteration", 20)
+    assert not list(tmp_path.glob(f"*{NAME}?*"))
+
+
+def _alone() -> Manifests:
+    here = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job")
+    return Manifests(ManifestWriter(FORMAT, here), lambda name, mine: [mine], RankStatus())
 
 
 def test_manifests_of_removed_checkpoints_go_with_the_next_save(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as distributed
@@ -137,6 +138,7 @@ class Run:
         durable = step if step == self.selector.resumed else 0
         self.life.begin(step, durable, users_handler=users_handler(self.args))
         self.saver.training = True
+        self.saver.loaded = checkpoint_path(Path(self.args.load).absolute(), step) if durable else None
 
     def park_if_held(self) -> None:
         """Wait while a recovery is in progress: nothing may write where the gasp is about to be published.

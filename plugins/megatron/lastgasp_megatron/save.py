@@ -23,11 +23,18 @@ REMOVES = "lastgasp-removes"
 class Manifests(NativeManifests):
     """Gives Megatron's checkpoints their manifests, and then the tracker. All ranks call `commit` together."""
 
-    def has(self, save: NativeSave) -> bool:
-        """Whether this job has this very step on disk, whole and with its manifest. All ranks ask together."""
+    def has(self, save: NativeSave, format: str = "") -> bool:
+        """Whether this job has this very step on disk, whole and with its manifest. All ranks ask together.
+
+        Args:
+            format: Megatron's, that it must be of; empty for any.
+        """
         if self._status.durable != save.step:
             return False
-        mine = self.place.rank != 0 or save.layout.manifest_path(save.path).exists()
+        mine = self.place.rank != 0 or (
+            save.layout.manifest_path(save.path).exists()
+            and format in ("", "torch_dist" if (save.path / "metadata.json").exists() else "torch")
+        )
         try:
             return all(self._gather(f"has/{next(self._numbers)}", b"1" if mine else b""))
         except LastgaspError as error:
@@ -44,7 +51,7 @@ class Saver:
     """Wraps `save_checkpoint`. Called on all ranks together.
 
     While it runs, Megatron writes its tracker to a temporary file; the real one is written atomically after the
-    manifest (`Manifests.commit`). With --async-save that is when the last of the saves under way is finalized. Only
+    manifest (`Manifests.commit`). With --async-save that is when the save has been finalized. Only
     then the older one may be removed (--save-retain-interval); Megatron finds no tracker there, and removes nothing.
 
     Args:
@@ -52,9 +59,11 @@ class Saver:
 
     Attributes:
         training: Megatron's loop runs.
+        loaded: what the training began with, as it still is on disk.
     """
 
     training = False
+    loaded: Path | None = None
 
     def __init__(self, args: Any, manifests: Manifests) -> None:
         self._args, self._manifests = args, manifests
@@ -79,23 +88,30 @@ class Saver:
             self._redirect = None
         self._waiting.append((iteration, temp))
         if not getattr(self._args, "async_save", False):
-            self._commit()
+            self._commit(len(self._waiting))
         return result
 
     def _saves_again(self, iteration: int) -> bool:
         """Whether it saves a second time what is on disk, as where the batch grows (--step-batch-size-schedule).
 
         Meanwhile the files would be torn, and no survivor would save a step that counts as being on disk. Such a save
-        comes before the next iteration has begun; behind that it may hold more (the state of the rerun machine).
+        comes before the next iteration has begun; behind that it may hold more (the state of the rerun machine). A
+        training that had ended before saves at its end what it has loaded, maybe in another format.
         """
-        if not self.training or int(getattr(self._args, "curr_iteration", iteration)) >= iteration:
+        save = NativeSave(checkpoint_path(self._directory, iteration), LAYOUT, iteration)
+        if self.training:
+            return int(getattr(self._args, "curr_iteration", iteration)) < iteration and self._manifests.has(save)
+        if save.path != self.loaded or not self._manifests.has(save, getattr(self._args, "ckpt_format", "torch")):
             return False
-        return self._manifests.has(NativeSave(checkpoint_path(self._directory, iteration), LAYOUT, iteration))
+        if self._manifests.place.rank == 0:
+            log.info("%s is not saved again: nothing was trained since it was loaded", save.path)
+        return True
 
     def finalized(self) -> None:
-        """Async saves may have ended: when none is under way on any rank, give them their manifests."""
-        if self._waiting and _queue_is_empty():
-            self._commit()
+        """Async saves may have ended, the oldest first: give those their manifests that have on all ranks."""
+        done = len(self._waiting) - _under_way()
+        if done > 0:
+            self._commit(done)
 
     def close(self) -> None:
         """What is under way is abandoned. Idempotent."""
@@ -120,8 +136,8 @@ class Saver:
         self._redirect = unique_temp(self._directory / NAME)
         return self._redirect
 
-    def _commit(self) -> None:
-        waiting, self._waiting = self._waiting, []
+    def _commit(self, number: int) -> None:
+        waiting, self._waiting = self._waiting[:number], self._waiting[number:]
         for iteration, temp in waiting:
             before = read_tracker(self._directory)
             new = checkpoint_path(self._directory, iteration)
@@ -140,10 +156,10 @@ class Saver:
             threading.Thread(target=_remove_iterations, args=(self._directory, old), name=REMOVES).start()
 
 
-def _queue_is_empty() -> bool:
-    """Megatron's answer is the same on all ranks."""
-    module = sys.modules.get("megatron.training.async_utils")
-    return module is None or bool(module.is_empty_async_queue())
+def _under_way() -> int:
+    """Async saves that Megatron has not finalized; the same on all ranks."""
+    queue: Any = getattr(sys.modules.get("megatron.training.async_utils"), "_async_calls_queue", None)
+    return 0 if queue is None else int(queue.get_num_unfinalized_calls())
 
 
 def _followed(directory: Path, tracker: Tracker) -> Iterator[int]:
