@@ -143,6 +143,36 @@ def test_what_was_asked_for_is_loaded_whole(shelves: dict[str, Path], tmp_path: 
 
 
 @pytest.mark.full
+def test_a_training_that_had_ended_leaves_its_last_checkpoint_alone(tmp_path: Path) -> None:
+    made = GptJob(folder=tmp_path, flags=f"{FLAGS['torch']} --train-iters 13", launcher="run", launch_options=LAUNCH)
+    files = []
+    for _ in range(2):
+        done = made.run(timeout=LIMIT)
+        assert done.ok, done.output[-4000:]
+        found = (made.checkpoints / "iter_0000013").rglob("*.pt")
+        files.append({path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found})
+    assert files[0] == files[1] and len(files[0]) == 2
+    assert {iteration for _, iteration in made.losses()} == set(range(13)), "nothing was trained again"
+    assert "is not saved again" in done.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
+def test_settings_from_a_checkpoint_are_those_of_one_that_can_be_read(
+    kind: str, shelves: dict[str, Path], tmp_path: Path
+) -> None:
+    """--use-checkpoint-args is answered in the script, before training begins: Megatron alone exits with code 0."""
+
+    def damage(directory: Path) -> None:
+        corrupt.truncate(MODEL(directory) if kind == "torch" else _file("common.pt")(directory), 300)
+
+    again, done = start(shelves[kind], tmp_path, f"{FLAGS[kind]} --use-checkpoint-args", damage)
+    assert done.ok, done.output[-4000:]
+    assert {iteration for _, iteration in again.losses()} == set(range(10, 22))
+    assert "the model's settings are taken from" in done.output
+
+
+@pytest.mark.full
 def test_nothing_good_is_no_success_and_nothing_is_trained(shelves: dict[str, Path], tmp_path: Path) -> None:
     def spoil(directory: Path) -> None:
         for path in directory.glob("iter_*/mp_rank_00/model_optim_rng.pt"):

@@ -46,7 +46,6 @@ class Training:
             Hook(_TRAINING, "train_step", self._around_step, ("model", "optimizer", "opt_param_scheduler")),
             Hook(_CHECKPOINTING, "save_checkpoint", self._around_save, ("iteration", "model")),
             Hook(_CHECKPOINTING, "load_checkpoint", self._around_load, ("optimizer", "load_arg")),
-            Hook(_CHECKPOINTING, "load_args_from_checkpoint", around_load, required=False),
             Hook(_CHECKPOINTING, "get_checkpoint_tracker_filename", self._around_tracker),
             Hook(_CHECKPOINTING, "ensure_directory_exists", self._around_write),
             Hook(_ASYNC, "maybe_finalize_async_save", self._around_finalize, required=False),

@@ -1,6 +1,7 @@
 """`install()`: put the hooks in place, as late as possible, and keep them there (docs/facts/megatron.md §4).
 
-Early, as soon as a module is imported: the option parser, and `pretrain` and `initialize_megatron` as triggers.
+Early, as soon as a module is imported: the option parser, what scripts have it do before they call `pretrain`, and
+`pretrain` and `initialize_megatron` as triggers.
 Late, when a trigger is called and all of MindSpeed's adaptors have run: everything else.
 `torch.distributed.init_process_group` is another trigger, which nothing replaces.
 """
@@ -104,6 +105,7 @@ class Installation:
         self._early = hooks_of(
             [
                 Hook("megatron.training.arguments", "parse_args", around_parse_args),
+                Hook("megatron.training.checkpointing", "load_args_from_checkpoint", _around_load_args),
                 Hook(_TRAINING, "pretrain", self._around_pretrain),
                 Hook("megatron.training.initialize", "initialize_megatron", self._trigger),
                 Hook("torch.distributed", "init_process_group", self._trigger),
@@ -181,6 +183,12 @@ def _nothing() -> None:
 
 def _call(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*args, **kwargs)
+
+
+def _around_load_args(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from lastgasp_megatron.model_settings import around_load_args
+
+    return around_load_args(call, args, kwargs)
 
 
 def _hooks(installation: Installation) -> list[Hook]:

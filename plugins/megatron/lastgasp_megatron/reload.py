@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,15 @@ from lastgasp.adapter.checkpoint import (
 from lastgasp_megatron.exits import is_about_content
 from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.probe import misfit, probe
-from lastgasp_megatron.tracker import LAYOUT, NAME, Tracker, checkpoint_path, read_tracker, write_tracker
+from lastgasp_megatron.tracker import (
+    LAYOUT,
+    NAME,
+    Tracker,
+    checkpoint_path,
+    read_tracker,
+    tracker_saying,
+    write_tracker,
+)
 
 log = logging.getLogger("lastgasp")
 
@@ -114,10 +121,8 @@ class MegatronSelector(SelectionPolicy):
         """Within it the tracker in `directory` says for Megatron what was chosen; there may be none that can be read,
         and one that names an older iteration would stay, where that does not load either.
         """
-        with tempfile.NamedTemporaryFile("w", prefix="lastgasp-tracker-") as file:
-            file.write(str(self.resumed))
-            file.flush()
-            self._tracker = directory / NAME, file.name
+        with tracker_saying(self.resumed) as path:
+            self._tracker = directory / NAME, path
             try:
                 yield
             finally:

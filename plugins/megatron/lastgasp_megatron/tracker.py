@@ -6,6 +6,9 @@ it (docs/facts/megatron.md §2).
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,6 +54,15 @@ def read_tracker(directory: Path) -> Tracker:
 def write_tracker(directory: Path, iteration: int) -> None:
     """Make the tracker say `iteration`, atomically and durably. Raises OSError."""
     write_atomically(directory / NAME, str(iteration).encode())
+
+
+@contextmanager
+def tracker_saying(iteration: int) -> Iterator[str]:
+    """The path of a tracker for this process alone, which says `iteration`."""
+    with tempfile.NamedTemporaryFile("w", prefix="lastgasp-tracker-") as file:
+        file.write(str(iteration))
+        file.flush()
+        yield file.name
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:
