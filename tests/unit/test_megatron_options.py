@@ -24,7 +24,7 @@ from lastgasp_megatron.args import add_options, around_parse_args, options_of
 from lastgasp_megatron.hooks import Training
 from lastgasp_megatron.lead import leads_itself, take_the_lead
 from lastgasp_megatron.ranks import untried
-from lastgasp_megatron.settings import refuse
+from lastgasp_megatron.settings import not_known, refuse
 
 ROOT = Path(__file__).parents[2]
 README, PAGE = ROOT / "plugins/megatron/README.md", ROOT / "docs/megatron.md"
@@ -124,6 +124,43 @@ def test_where_mindspeeds_adapter_leads_lastgasp_takes_no_part_and_the_job_runs(
     training = Training(lambda: None)
     assert training._around_setup(lambda *given: given, (1, 2), {}) == (1, 2)
     assert training._run is None and "MindSpeed-LLM's own adapter of MindIO leads" in caplog.text
+
+
+def test_an_external_data_loader_is_noted() -> None:
+    assert "args.consumed_train_samples" in not_known(Namespace(dataloader_type="external"))
+    assert not_known(Namespace(dataloader_type="cyclic")) == not_known(Namespace()) == ""
+
+
+def _own_loop(monkeypatch: pytest.MonkeyPatch, notes: list[str], ends: list[bool]) -> Training:
+    """A script with a loop of its own has set up its model."""
+    steps = SimpleNamespace(step=0, iteration_end=lambda: None)
+    life = SimpleNamespace(begun=False, close=lambda completed: ends.append(completed))
+    session = SimpleNamespace(progress=lambda kind: None, note=notes.append)
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(steps=steps, iteration_begin=lambda: None), life=life, session=session, marks=None
+    )
+    training = Training(lambda: None)
+    monkeypatch.setattr(training, "_run", run)
+    return training
+
+
+def test_a_loop_of_ones_own_is_told_once_that_its_steps_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    training = _own_loop(monkeypatch, notes, [])
+    assert [training._around_step(lambda x: x, (number,), {}) for number in (1, 2)] == [1, 2]
+    assert len(notes) == 1 and "outside of Megatron's train(): after a fault nothing is saved" in notes[0]
+
+
+@pytest.mark.parametrize(("printed", "completed"), [(None, True), (ValueError("in the loop"), False)])
+def test_a_script_that_raised_outside_of_pretrain_has_not_ended_well(
+    printed: Exception | None, completed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    training = _own_loop(monkeypatch, [], ends)
+    monkeypatch.setattr(sys, "last_value", printed, raising=False)
+    training._at_exit()
+    training._at_exit()
+    assert ends == [completed]
 
 
 @pytest.mark.parametrize("version", ["0.12.1", "0.16.1", "0.19.2", "0.19.2+local"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 _ASYNC = "megatron.training.async_utils"
+_OUTSIDE = (
+    "the script calls train_step() in its own loop, outside of Megatron's train(): after a fault nothing is saved, "
+    "and the job goes on from its newest checkpoint. Call pretrain() or train() to have its steps saved"
+)
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
@@ -35,7 +40,7 @@ class Training:
         self._check = check
         self._run: Run | None = None
         self._again: EnteredFromFiles | None = None
-        self._trained = False
+        self._trained = self._outside = False
         self._told: BaseException | None = None
 
     def hooks(self) -> list[Hook]:
@@ -83,10 +88,14 @@ class Training:
         elif self._again is not None and error is not before:
             self._again.failed(error)
 
-    def _close(self) -> None:
+    def _close(self, completed: bool = True) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.life.close(completed=True)
+            run.life.close(completed=completed)
+
+    def _at_exit(self) -> None:
+        """The script has ended without `pretrain`: well, unless Python has printed an exception that nobody caught."""
+        self._close(completed=getattr(sys, "last_value", None) is None)
 
     def _around_setup(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         if self._run is not None:
@@ -99,7 +108,7 @@ class Training:
         if getattr(megatron, "skip_train", False) or leads_itself(megatron):
             return call(*args, **kwargs)
         self._run = run = Run(megatron, self._again)
-        atexit.register(self._close)
+        atexit.register(self._at_exit)
         try:
             run.choose()
             result = call(*args, **kwargs)
@@ -132,6 +141,9 @@ class Training:
         run = self._run
         if run is None:
             return call(*args, **kwargs)
+        if not run.life.begun and not self._outside:
+            self._outside = True
+            run.session.note(_OUTSIDE)
         state, steps, marks, progress = run.state, run.state.steps, run.marks, run.session.progress
         if marks is not None:
             marks.step_begins()

@@ -24,7 +24,7 @@ from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.ranks import device, untried, versions
 from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.save import Manifests, Saver
-from lastgasp_megatron.settings import refuse, users_handler
+from lastgasp_megatron.settings import not_known, refuse, users_handler
 from lastgasp_megatron.state import MegatronState
 from lastgasp_megatron.steps import Built
 from lastgasp_megatron.testing import install_faults
@@ -135,6 +135,8 @@ class Run:
             again.offer(self.life, self._recovery, self._asked, files)
         if self.marks is not None:
             self.marks.place()
+        if unknown := not_known(self.args):
+            self.session.note(unknown)
         durable = step if step == self.selector.resumed else 0
         self.life.begin(step, durable, users_handler=users_handler(self.args))
         self.saver.training = True

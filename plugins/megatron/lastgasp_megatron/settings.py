@@ -93,6 +93,16 @@ def refuse(args: Any) -> None:
         raise ConfigError("torch.distributed", "not initialized", "initialize_megatron before the model", "Call it.")
 
 
+def not_known(args: Any) -> str:
+    """What lastgasp cannot know about the data of a training with these settings; empty if nothing."""
+    if getattr(args, "dataloader_type", None) != "external":
+        return ""
+    return (
+        "--dataloader-type external: where your data loader is, is in no checkpoint. A resumed training has the right "
+        "data only if the loader begins at args.consumed_train_samples"
+    )
+
+
 def _refuse_of_experts(args: Any) -> None:
     """Refuse what was not run with experts, or where their groups are no part of the dense ones.
 
