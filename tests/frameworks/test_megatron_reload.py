@@ -164,7 +164,7 @@ def test_settings_from_a_checkpoint_are_those_of_one_that_can_be_read(
     """--use-checkpoint-args is answered in the script, before training begins: Megatron alone exits with code 0."""
 
     def damage(directory: Path) -> None:
-        corrupt.truncate(MODEL(directory) if kind == "torch" else _file("common.pt")(directory), 300)
+        corrupt.truncate(MODEL(directory) if kind == "torch" else _file(".metadata")(directory), 100)
 
     again, done = start(shelves[kind], tmp_path, f"{FLAGS[kind]} --use-checkpoint-args", damage)
     assert done.ok, done.output[-4000:]
