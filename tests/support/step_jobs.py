@@ -35,7 +35,8 @@ class Shape:
         communication: whether collectives are marked; or the ranks on which they are.
         saver: who saves; None: all.
         slow: rank -> kind (`data`, `forward`, `backward`, `optimizer`, `outside`, `save`) -> seconds more.
-        slow_from: the first slow step.
+        slow_from, slow_to: the first slow step, and the first that is not any more.
+        renewed: rank -> the first step of its second process.
     """
 
     ranks: int = 4
@@ -58,6 +59,8 @@ class Shape:
     saver: int | None = 0
     slow: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     slow_from: int = 0
+    slow_to: int = 1 << 62
+    renewed: Mapping[int, int] = field(default_factory=dict)
 
 
 class Rank:
@@ -66,7 +69,7 @@ class Rank:
     def __init__(self, rank: int, shape: Shape, chance: random.Random) -> None:
         self.rank, self.shape, self._chance = rank, shape, chance
         self.now = EPOCH + chance.randrange(1_000_000)
-        self.walk = 0.0
+        self.walk, self.pid = 0.0, 100 + rank
         self.ranges: list[Range] = []
 
     def pass_by(self, kind: str, step: int) -> int:
@@ -75,7 +78,7 @@ class Rank:
         seconds = getattr(shape, kind) * chance.lognormvariate(self.walk, shape.noise)
         if chance.random() < shape.spikes:
             seconds *= 1 + min(9.0, chance.paretovariate(1.2))
-        if step >= shape.slow_from:
+        if shape.slow_from <= step < shape.slow_to:
             seconds += shape.slow.get(self.rank, {}).get(kind, 0.0) * chance.lognormvariate(0, shape.noise)
         begin, self.now = self.now, self.now + int(seconds * 1e9)
         return begin
@@ -93,7 +96,7 @@ class Rank:
     def mark(self, name: str, begin: int, end: int, domain: str = "default") -> None:
         stream = name not in ("dataloader", "save_checkpoint")
         device = (begin, end) if stream else (0, 0)
-        self.ranges.append(Range(name, domain, 100 + self.rank, 100 + self.rank, stream, begin, end, *device))
+        self.ranges.append(Range(name, domain, self.pid, self.pid, stream, begin, end, *device))
 
 
 def simulate(shape: Shape, seed: int) -> list[list[Range]]:
@@ -101,6 +104,8 @@ def simulate(shape: Shape, seed: int) -> list[list[Range]]:
     chance = random.Random(seed)
     ranks = [Rank(rank, shape, chance) for rank in range(shape.ranks)]
     for step in range(1, shape.steps + 1):
+        for rank in ranks:
+            rank.pid += 1000 if shape.renewed.get(rank.rank) == step else 0
         begins = [_until_forward(rank, step) for rank in ranks]
         _forward(ranks, step, shape)
         _backward(ranks, step, shape)

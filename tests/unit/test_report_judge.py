@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lastgasp.steps.report import sample as sample_module
 from lastgasp.steps.report.job import Group, Job
-from lastgasp.steps.report.judge import CAP_OF_TWO, MIN_STEPS, confidence_of, judge
+from lastgasp.steps.report.judge import CAP_OF_GROUP, CAP_OF_TWO, MIN_STEPS, confidence_of, judge
 from lastgasp.steps.report.lateness import lateness, synchronising
 from lastgasp.steps.report.phrasing import numbers
 from lastgasp.steps.report.robust_stats import change_point, median, quantile, scale, slowdown, standing
@@ -161,6 +161,35 @@ def test_where_most_are_slow_nobody_is() -> None:
         assert verdict.slow == ()
 
 
+MOVED: dict[str, Any] = {"slow": {2: {"data": 0.012}}, "renewed": {2: 150}}
+
+
+@pytest.mark.parametrize(("begun", "steps"), [(150, 178), (380, 430)])
+def test_a_new_process_is_not_named_for_what_the_one_before_did(begun: int, steps: int) -> None:
+    """Its rank was moved to another host, and that one is as fast as the others."""
+    for verdict in verdicts(slow={2: {"data": 0.012}}, renewed={2: begun}, slow_to=begun, steps=steps):
+        assert verdict.slow == ()
+        assert any("rank 2 was slow" in note and f"since step {begun} it is a new" in note for note in verdict.notes)
+
+
+def test_a_new_process_that_is_slow_as_well() -> None:
+    for verdict in verdicts(**MOVED, steps=260):
+        assert named(verdict) == [(2, "data")]
+        assert "earlier process" not in str(verdict)
+
+
+def test_a_new_process_with_few_steps_is_named_with_that_said() -> None:
+    for verdict in verdicts(**MOVED, slow_to=150, steps=165):
+        assert named(verdict) == [(2, "data")]
+        assert any("of an earlier process; since step 150" in text for text in verdict.slow[0].evidence)
+
+
+def test_saves_of_the_process_before() -> None:
+    for verdict in verdicts(save_every=10, slow={0: {"save": 0.3}}, renewed={0: 150}, steps=165, slow_to=150):
+        assert named(verdict) == [(0, "checkpoint")]
+        assert any("saves are of an earlier process; since step 150" in text for text in verdict.slow[0].evidence)
+
+
 # -- nobody ----------------------------------------------------------------------------------------
 
 WILD = {"noise": 0.4, "spikes": 0.05, "drift": 0.10}
@@ -291,6 +320,22 @@ def test_a_rank_without_a_loader_is_not_compared_with_those_that_have_one() -> N
         values = job.ranks[rank].table.times("data")
         values[:] = type(values)("d", [0.0] * len(values))  # type: ignore[index,call-arg]
     assert verdict_on(job).slow == ()
+
+
+def test_members_of_a_tensor_parallel_group_are_named_together_and_with_doubt() -> None:
+    """Rank 1 waits for rank 0 within forward; unmarked, that looks as if both computed longer."""
+    slow = {0: {"forward": 0.012}, 1: {"forward": 0.012}}
+    job = job_of(Shape(ranks=8, buckets=0, slow=slow), 1)
+    before = verdict_on(job)
+    assert named(before) == [(0, "compute"), (1, "compute")]
+    assert all(slow.confidence > CAP_OF_GROUP for slow in before.slow)
+    groups = {rank: {"7": Group("tp", rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1))} for rank in job.ranks}
+    ranks = {rank: replace(data, groups=groups[rank]) for rank, data in job.ranks.items()}
+    verdict = verdict_on(replace(job, ranks=ranks))
+    assert named(verdict) == named(before)
+    for found in verdict.slow:
+        assert found.confidence == CAP_OF_GROUP
+        assert any("ranks 0-1 are of one parallel group" in text and "comm=on" in text for text in found.evidence)
 
 
 @pytest.mark.parametrize("slow", [{}, {1: {"forward": 0.012}}], ids=["equal", "the marked one is slow"])

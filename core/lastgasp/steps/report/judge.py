@@ -7,11 +7,14 @@ communication is marked, which rank joins the collectives last (`lateness`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from .phrasing import ms, numbers, percent
 from .robust_stats import median
-from .sample import Sample
+from .sample import Blocks, Matrix, Sample
 from .saving import Saving, judge_saving
 from .self_time import own_slowdown, unmarked_slowdown, waits_in_forward
 from .slowdowns import (
@@ -35,6 +38,8 @@ CORROBORATES = 0.3
 nothing: DDP's own all-reduces may be unmarked and hide it."""
 CAP_OF_TWO = 0.7
 """Confidence at most with two ranks."""
+CAP_OF_GROUP = 0.6
+"""The same where several members of a group that waits within forward look slow, and collectives are not marked."""
 WILD = 10.0
 """More standard deviations do not increase the confidence."""
 
@@ -55,10 +60,11 @@ def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
         if sample.count >= MIN_STEPS:
             notes += trend(sample.own)
         if len(sample.ranks) > 1 and sample.count >= MIN_STEPS:
-            slow += _slow(sample)
-            notes += _hints(sample)
+            named, past = _slow(sample)
+            slow += named
+            notes += [*past, *_hints(sample)]
     saving, saving_notes = judge_saving(savings, max((sample.usual for sample in samples), default=0.0))
-    slow += saving
+    slow += [_hedged_saving(item, samples, savings) for item in saving]
     counted = [sample for sample in samples if sample.count]
     return Verdict(
         tuple(sorted(slow, key=lambda item: (-item.confidence, item.rank))),
@@ -68,6 +74,17 @@ def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
         min((sample.first for sample in counted), default=0),
         max((sample.last for sample in counted), default=0),
     )
+
+
+def _hedged_saving(slow: Slow, samples: Sequence[Sample], savings: Sequence[Saving]) -> Slow:
+    """Say so where it was mostly an earlier process, perhaps on another host, that saved slowly."""
+    steps = [save[0] for saving in savings if saving.rank == slow.rank for save in saving.saves]
+    added = [
+        f"most of these saves are of an earlier process; {_newest_process(sample, slow.rank)}"
+        for sample in samples
+        if slow.rank in sample.renewed and 2 * sum(step >= sample.renewed[slow.rank][0] for step in steps) < len(steps)
+    ]
+    return msgspec.structs.replace(slow, evidence=(*slow.evidence, *added))
 
 
 def _why_not(sample: Sample) -> list[str]:
@@ -92,7 +109,8 @@ def _why_not(sample: Sample) -> list[str]:
     return found
 
 
-def _slow(sample: Sample) -> list[Slow]:
+def _slow(sample: Sample) -> tuple[list[Slow], list[str]]:
+    """Slow ranks, and notes about those that were slow in an earlier process."""
     usual, ranks = sample.usual, sample.ranks
     own = own_slowdown(sample.own)
     found: dict[Cause, list[Slowdown]] = {"data": measure(own["data"], ranks, usual)}
@@ -101,7 +119,54 @@ def _slow(sample: Sample) -> list[Slow]:
         found["communication"] = measure(sample.late.columns["late"], ranks, usual)
     accepted = {cause: _accepted(items) for cause, items in found.items()}
     named = sorted(set().union(*accepted.values()))
-    return [slow for rank in named if (slow := _of_rank(sample, rank, found, accepted)) is not None]
+    slow = [slow for rank in named if (slow := _of_rank(sample, rank, found, accepted)) is not None]
+    excess = {cause: (sample.own, own[cause]) for cause in own}
+    if sample.late is not None:
+        excess["communication"] = sample.late, sample.late.columns["late"]
+    past = [item for item in slow if _is_past(sample, item.rank, *excess[item.cause])]
+    now = [item for item in slow if item not in past]
+    return [_hedged(sample, item, now) for item in now], [_of_past(sample, item) for item in past]
+
+
+def _is_past(sample: Sample, rank: int, blocks: Blocks, excess: Matrix) -> bool:
+    """Whether the rank's newest process, which may be on another host, is not slow."""
+    since = _of_newest(sample, rank, blocks)
+    row = excess[sample.ranks.index(rank)][since:]
+    return since > 0 and len(row) * blocks.size >= MIN_STEPS and median(row) < MIN_SHARE * sample.usual
+
+
+def _of_newest(sample: Sample, rank: int, blocks: Blocks) -> int:
+    """Place of the first block that is all of the rank's newest process; 0 where every block is."""
+    return bisect_left(blocks.steps, sample.renewed[rank][0]) if rank in sample.renewed else 0
+
+
+def _of_past(sample: Sample, slow: Slow) -> str:
+    return (
+        f"rank {slow.rank} was slow (cause {slow.cause}, {ms(slow.lost_s)} per step) in an earlier process; "
+        f"{_newest_process(sample, slow.rank)}, which is not"
+    )
+
+
+def _newest_process(sample: Sample, rank: int) -> str:
+    step, host = sample.renewed[rank]
+    return f"since step {step} it is a new one" + (f" on {host}" if host else "")
+
+
+def _hedged(sample: Sample, slow: Slow, everybody: Sequence[Slow]) -> Slow:
+    """With what the evidence cannot tell."""
+    added, confidence = [], slow.confidence
+    blocks = sample.late if slow.cause == "communication" and sample.late is not None else sample.own
+    newest = (len(blocks) - _of_newest(sample, slow.rank, blocks)) * blocks.size
+    if slow.rank in sample.renewed and newest < MIN_STEPS:
+        added.append(f"nearly all of these steps are of an earlier process; {_newest_process(sample, slow.rank)}")
+    group = set(sample.partners.get(slow.rank, ())) & {item.rank for item in everybody}
+    if slow.cause == "compute" and len(group) > 1 and sample.late is None:
+        confidence = min(confidence, CAP_OF_GROUP)
+        added.append(
+            f"{numbers(sorted(group))} are of one parallel group and wait for each other within forward and backward: "
+            "some of them may only wait; lastgasp switch comm=on tells who"
+        )
+    return msgspec.structs.replace(slow, confidence=confidence, evidence=(*slow.evidence, *added))
 
 
 def _accepted(found: Sequence[Slowdown]) -> set[int]:
@@ -193,10 +258,11 @@ def _hints(sample: Sample) -> list[str]:
     """Ranks that lose time outside of all marks while collectives are unmarked: a hint where to look, not a verdict."""
     if sample.late is not None or len(sample.ranks) < 3:
         return []
-    found = measure(unmarked_slowdown(sample.own), sample.ranks, sample.usual)
+    unmarked = unmarked_slowdown(sample.own)
+    found = measure(unmarked, sample.ranks, sample.usual)
     return [
         f"rank {item.rank} spends {ms(item.seconds)} per step more than the others outside of all marks, and the "
         "others seem to wait for it; with communication marks it can be judged: lastgasp switch comm=on"
         for item in found
-        if item.rank in _accepted(found)
+        if item.rank in _accepted(found) and not _is_past(sample, item.rank, sample.own, unmarked)
     ]

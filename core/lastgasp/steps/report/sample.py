@@ -29,6 +29,8 @@ COVERAGE = 0.5
 BEHIND = 0.05
 """So is one whose newest step is further back than this share of the steps (and two blocks): its files end there."""
 COLUMNS = ("time", "period", "data", "forward", "backward", "optimizer", "forward_own", "backward_own")
+WITHIN_FORWARD = ("tp", "cp", "ep")
+"""Groups whose collectives are within forward and backward: who waits there seems to compute."""
 
 Matrix = tuple[tuple[float, ...], ...]
 """Per rank, in the order of `Sample.ranks`, per block: seconds per step."""
@@ -66,6 +68,9 @@ class Sample:
             the collectives in it in steps that have none marked on some rank.
         late: the column `late`, of the steps that have collectives on all ranks; None where there are none.
         communicate: the ranks with marked collectives.
+        renewed: of ranks with steps of an earlier process: the first step of the newest one, and its host, if known.
+        partners: of ranks of a tensor, context or expert parallel group: its members, which wait for one another
+            within forward and backward.
         left_out: ranks with too few of the steps, or whose steps end before those of the others: rank -> its newest.
     """
 
@@ -78,6 +83,8 @@ class Sample:
     own: Blocks
     late: Blocks | None = None
     communicate: tuple[int, ...] = ()
+    renewed: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    partners: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     left_out: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -124,6 +131,8 @@ def _sample(job: Job, ranks: Sequence[int], last: int | None) -> Sample:
         _own(job, places, common),
         _late(job, places, common) if len(kept) > 1 else None,
         tuple(rank for rank, place in places.items() if _communicates(job.ranks[rank], place, common)),
+        {rank: begun for rank in kept if (begun := _renewed(job.ranks[rank], common)) is not None},
+        {rank: group for rank in kept if (group := _partners(job.ranks[rank]))},
         {rank: newest[rank] for rank in ranks if rank not in kept},
     )
 
@@ -133,6 +142,16 @@ def _without_saves(common: Sequence[int], saves: Sequence[Sequence[float]]) -> l
     saved = {step for row in saves for step, seconds in zip(common, row, strict=True) if seconds}
     rest = [step for step in common if step not in saved and step - 1 not in saved]
     return rest if 2 * len(rest) >= len(common) else list(common)
+
+
+def _renewed(data: RankData, common: Sequence[int]) -> tuple[int, str] | None:
+    begun = data.table.numbers[data.table.newest_process()]
+    return (begun, data.information.host) if common and begun > common[0] else None
+
+
+def _partners(data: RankData) -> tuple[int, ...]:
+    groups = [group.global_ranks for group in data.groups.values() if group.group_name in WITHIN_FORWARD]
+    return tuple(sorted(set().union(*groups)))
 
 
 def _communicates(data: RankData, place: Mapping[int, int], common: Sequence[int]) -> bool:

@@ -105,6 +105,11 @@ class StepTable:
         """How many steps its process had made with each."""
         return self._whole["nth"]
 
+    def newest_process(self) -> int:
+        """Place of its first step; 0 where all steps are of one process."""
+        nths = self.nths
+        return next((at for at in range(len(nths) - 1, 0, -1) if nths[at - 1] >= nths[at]), 0)
+
     def times(self, column: str) -> Sequence[float]:
         """One of `TIMES`, seconds per step."""
         return self._times[column]
