@@ -19,7 +19,7 @@ from lastgasp.steps.report import sample as sample_module
 from lastgasp.steps.report.job import Group, Job
 from lastgasp.steps.report.judge import CAP_OF_GROUP, CAP_OF_TWO, MIN_STEPS, confidence_of, judge
 from lastgasp.steps.report.lateness import lateness, synchronising
-from lastgasp.steps.report.phrasing import numbers
+from lastgasp.steps.report.phrasing import conclusion, numbers
 from lastgasp.steps.report.robust_stats import change_point, median, quantile, scale, slowdown, standing
 from lastgasp.steps.report.sample import COVERAGE, samples
 from lastgasp.steps.report.saving import saving_of
@@ -164,12 +164,11 @@ def test_where_most_are_slow_nobody_is() -> None:
 MOVED: dict[str, Any] = {"slow": {2: {"data": 0.012}}, "renewed": {2: 150}}
 
 
-@pytest.mark.parametrize(("begun", "steps"), [(150, 178), (380, 430)])
-def test_a_new_process_is_not_named_for_what_the_one_before_did(begun: int, steps: int) -> None:
+def test_a_new_process_is_not_named_for_what_the_one_before_did() -> None:
     """Its rank was moved to another host, and that one is as fast as the others."""
-    for verdict in verdicts(slow={2: {"data": 0.012}}, renewed={2: begun}, slow_to=begun, steps=steps):
+    for verdict in verdicts(slow={2: {"data": 0.012}}, renewed={2: 380}, slow_to=380, steps=430):
         assert verdict.slow == ()
-        assert any("rank 2 was slow" in note and f"since step {begun} it is a new" in note for note in verdict.notes)
+        assert any("rank 2 was slow" in note and "since step 380 it is a new one" in note for note in verdict.notes)
 
 
 def test_a_new_process_that_is_slow_as_well() -> None:
@@ -251,13 +250,15 @@ def test_few_steps(steps: int) -> None:
     for verdict in verdicts(steps=steps, slow={1: {"data": 0.05}}):
         assert verdict.slow == ()
         assert any(f"{MIN_STEPS} are needed" in text for text in verdict.unjudged)
+        assert verdict.judged == 0
+        assert conclusion(verdict, 4) == "Nobody was judged."
 
 
 def test_no_steps_at_all() -> None:
     job = job_of(Shape(steps=30), 1)
     empty = {rank: replace(data, table=StepTable()) for rank, data in job.ranks.items()}
     verdict = verdict_on(replace(job, ranks=empty))
-    assert (verdict.slow, verdict.steps) == ((), 0)
+    assert (verdict.slow, verdict.steps, verdict.judged) == ((), 0, 0)
     assert verdict.unjudged
 
 
@@ -311,6 +312,18 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
     assert verdict_on(job).slow
     ranks = {rank: replace(data, groups={"g": Group("pp", rank // 2, ())}) for rank, data in job.ranks.items()}
     assert verdict_on(replace(job, ranks=ranks)).slow == ()
+
+
+def test_ranks_that_nobody_was_compared_with_are_not_said_to_be_well() -> None:
+    """Four stages of one rank each; three stages, of which one has two ranks."""
+    job = job_of(Shape(), 1)
+    for stages, said in (((0, 1, 2, 3), "Nobody was judged."), ((0, 0, 1, 2), "Nobody is slow: 2 of 4 ranks over ")):
+        places = zip(job.ranks.items(), stages, strict=True)
+        ranks = {rank: replace(data, groups={"g": Group("pp", stage, ())}) for (rank, data), stage in places}
+        verdict = verdict_on(replace(job, ranks=ranks))
+        assert conclusion(verdict, 4).startswith(said)
+    assert conclusion(verdict_on(job), 4).startswith("Nobody is slow: 4 ranks over ")
+    assert conclusion(verdict_on(job_of(Shape(ranks=1), 1)), 1).startswith("Nothing is wrong to see in")
 
 
 def test_a_rank_without_a_loader_is_not_compared_with_those_that_have_one() -> None:

@@ -131,7 +131,7 @@ def test_the_document_is_version_1_and_comes_back_as_it_was() -> None:
             "rank": "int", "host": "str", "steps": "int", "first_step": "int", "last_step": "int",
             "step_s": {"p50": number, "p90": number, "p99": number},
             "share": dict.fromkeys(Times.__struct_fields__, number),
-            "saves": "int", "save_s": number, "undone": "int", "dropped": "int", "unreadable": "int",
+            "saves": "int", "save_s": number, "undone": "int", "earlier": "int", "dropped": "int", "unreadable": "int",
             "unbegun": "int", "unended": "int", "device_rows": "str",
         }],
         "verdict": {
@@ -139,7 +139,7 @@ def test_the_document_is_version_1_and_comes_back_as_it_was() -> None:
                 "rank": "int", "cause": "str", "confidence": number, "lost_s": number, "lost_share": number,
                 "since_step": "NoneType", "evidence": ["str"],
             }],
-            "notes": "list", "unjudged": "list", "steps": "int", "first": "int", "last": "int",
+            "notes": "list", "unjudged": "list", "judged": "int", "steps": "int", "first": "int", "last": "int",
         },
         "remarks": ["str"], "version": "int",
     }  # fmt: skip

@@ -102,6 +102,30 @@ def test_backward_without_its_waits() -> None:
     assert math.isnan(bare.table.times("backward_own")[0])
 
 
+def test_what_steps_that_were_not_marked_took_is_not_the_next_ones() -> None:
+    """`step=off` for a while, and before the first one."""
+    def parts(begin: float) -> list[Range]:
+        loader, forward = item("dataloader", begin, begin + 2), item("forward", begin + 2, begin + 6)
+        return [loader, forward, item(COLLECTIVE, begin + 7, begin + 8, domain="communication")]
+
+    unmarked = [one for n in range(1, 4) for one in parts(10 * n)]
+    save = item("save_checkpoint", 38, 39)
+    result = folded([*parts(-10), *parts(0), item("step 1", 1, 9), *unmarked, save, *parts(40), item("step 5", 41, 49)])
+    assert list(result.table.numbers) == [1, 5]
+    assert column(result, "data") == [2, 2]
+    assert column(result, "forward") == [4, 4]
+    assert column(result, "communication") == [1, 1]
+    assert [result.table.collective_count(place) for place in (0, 1)] == [1, 1]
+    assert [seconds for _, seconds in saves(result)] == [1]
+
+
+def test_a_second_training_of_a_script_is_no_resume() -> None:
+    steps = [item(f"step {n}", 10 * at, 10 * at + 9) for at, n in enumerate((1, 2, 3, 4, 1, 2, 3, 3))]
+    result = folded(steps)
+    assert list(result.table.numbers) == [1, 2, 3]
+    assert (result.table.earlier, result.table.undone) == (4, 1)
+
+
 def test_the_newest_step_waits_for_its_late_rows() -> None:
     result = folded([item("step 1", 0, 10), item("save_checkpoint", 11, 15)], end=False)
     assert len(result.table) == 0

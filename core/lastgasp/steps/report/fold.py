@@ -82,7 +82,8 @@ class RankFold:
     """Turns the rows of one rank into its table of steps. Call `feed` in the order of the files, `end` at their end.
 
     A range belongs to the step within whose time on the host it began. Between two steps, a save belongs to the
-    step before and everything else to the step after: it waits for the data of that step.
+    step before and everything else to the step after: it waits for the data of that step. Where the step before is
+    not marked, what began before a step is of others, except its data.
 
     Attributes:
         table: the steps that are complete; the newest one stays out until the next one or `end`.
@@ -190,8 +191,13 @@ class _Process:
         spans: dict[str, list[Span]] = {}
         collectives: list[Collective] = []
         rest = []
+        strange = self._of_unmarked(number, found)
         for item in self._pending:
             kind, part, collective = item
+            if part.host_begin < strange.get(kind, 0):
+                if kind == "save":
+                    self._table.add_save(number, part.begin, (part.end - part.begin) * _NS)
+                continue
             if part.host_begin >= (following if kind == "save" else found.host_end):
                 rest.append(item)
                 continue
@@ -207,6 +213,14 @@ class _Process:
         step = self._measured(number, found, spans)
         (self._table.append if self.last else self._table.insert)(step, collectives)
         self._before = number, found.end
+
+    def _of_unmarked(self, number: int, found: Range) -> dict[str, int]:
+        """Kind -> before when its ranges are of steps that were not marked; none after the step before."""
+        if self._before is not None and self._before[0] == number - 1:
+            return {}
+        data = [part.host_begin for kind, part, _ in self._pending if kind == "data"]
+        fetched = max((begin for begin in data if begin < found.host_begin), default=0)
+        return dict.fromkeys((*KINDS.values(), "communication"), found.host_begin) | {"data": fetched}
 
     def _measured(self, number: int, found: Range, spans: dict[str, list[Span]]) -> Step:
         step = Step(number, found.host_begin, found.host_end, self._made)

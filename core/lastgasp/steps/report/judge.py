@@ -65,11 +65,14 @@ def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
             notes += [*past, *_hints(sample)]
     saving, saving_notes = judge_saving(savings, max((sample.usual for sample in samples), default=0.0))
     slow += [_hedged_saving(item, samples, savings) for item in saving]
-    counted = [sample for sample in samples if sample.count]
+    alone = len(samples) == 1 and not samples[0].left_out
+    enough = [sample for sample in samples if sample.count >= MIN_STEPS and (len(sample.ranks) > 1 or alone)]
+    counted = enough or [sample for sample in samples if sample.count]
     return Verdict(
         tuple(sorted(slow, key=lambda item: (-item.confidence, item.rank))),
         (*notes, *saving_notes),
         tuple(unjudged),
+        sum(len(sample.ranks) for sample in enough),
         min((sample.count for sample in counted), default=0),
         min((sample.first for sample in counted), default=0),
         max((sample.last for sample in counted), default=0),

@@ -65,7 +65,7 @@ def _verdict(report: Report) -> str:
             f"<ul>{evidence}</ul></div>"
         )
     if not parts:
-        kind = "verdict" if verdict.steps else "verdict open"
+        kind = "verdict" if verdict.judged else "verdict open"
         parts.append(f'<div class="{kind}"><b>{escape(conclusion(verdict, len(report.ranks)))}</b></div>')
     return "".join(parts)
 

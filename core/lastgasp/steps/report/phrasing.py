@@ -45,10 +45,13 @@ def conclusion(verdict: Verdict, ranks: int) -> str:
     if verdict.slow:
         slow = sorted({item.rank for item in verdict.slow})
         return f"Slow: {numbers(slow)} of {ranks}."
-    if not verdict.steps:
+    if not verdict.judged:
         return "Nobody was judged."
     steps = f"{verdict.steps:,} steps ({verdict.first} to {verdict.last})"
-    return f"Nobody is slow: {ranks} ranks over {steps}." if ranks > 1 else f"Nothing is wrong to see in {steps}."
+    if ranks == 1:
+        return f"Nothing is wrong to see in {steps}."
+    judged = f"{ranks}" if verdict.judged == ranks else f"{verdict.judged} of {ranks}"
+    return f"Nobody is slow: {judged} ranks over {steps}."
 
 
 def numbers(ranks: Sequence[int]) -> str:

@@ -51,6 +51,7 @@ class RankRow(msgspec.Struct, frozen=True):
         share: of its time, what for; None without steps.
         saves, save_s: how many, and the median seconds of one; None without any.
         undone: steps that were made again after a resume.
+        earlier: steps before it began with its first one again, as another training of a script does.
         dropped: marks that were lost in memory and counted.
         unreadable, unbegun, unended: lines that were not rows, rows without a beginning, ranges without an end.
         device_rows: where the device's times come from: `device`, `host` (copied from the host's), `mixed`, `none`.
@@ -66,6 +67,7 @@ class RankRow(msgspec.Struct, frozen=True):
     saves: int
     save_s: float | None
     undone: int
+    earlier: int
     dropped: int
     unreadable: int
     unbegun: int
@@ -127,6 +129,7 @@ def _row(data: RankData, last: int | None) -> RankRow:
         saves=len(seconds),
         save_s=quantile(seconds, 0.5) if seconds else None,
         undone=table.undone,
+        earlier=table.earlier,
         dropped=data.dropped,
         unreadable=data.unreadable,
         unbegun=data.counts.unbegun,
@@ -168,6 +171,9 @@ def _losses(job: Job, rows: Sequence[RankRow]) -> list[str]:
     counts = {
         "{} marks were dropped: the ring was full": sum(row.dropped for row in rows),
         "{} steps were made again after a resume and count once": sum(row.undone for row in rows),
+        "{} steps are of earlier trainings, or of starts from the same step, and left out": sum(
+            row.earlier for row in rows
+        ),
         "{} lines could not be read (cut off or damaged) and were left out": sum(row.unreadable for row in rows),
         "{} rows have no beginning (older files have been removed) and were left out": sum(row.unbegun for row in rows),
         "{} steps were thinned out of the older half to bound memory": sum(

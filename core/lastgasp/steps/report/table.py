@@ -70,6 +70,7 @@ class StepTable:
 
     Attributes:
         undone: steps that were made again.
+        earlier: the same where it began with its first step again: perhaps another training, in the same process.
         thinned: steps left out to bound memory.
         seen: steps taken in, with those.
     """
@@ -80,7 +81,7 @@ class StepTable:
         self._times = {name: array("d") for name in TIMES}
         self._kinds, self._begins, self._lengths = array("q"), array("q"), array("d")
         self._saves: list[Save] = []
-        self.undone = self.thinned = self.seen = 0
+        self.undone = self.earlier = self.thinned = self.seen = 0
 
     def __len__(self) -> int:
         return len(self._whole["number"])
@@ -135,6 +136,9 @@ class StepTable:
     def append(self, step: Step, collectives: Iterable[Collective] = ()) -> None:
         """The newest step; those with its number or a higher one are undone."""
         numbers = self._whole["number"]
+        if numbers and step.number == numbers[0]:
+            self.earlier += len(numbers)
+            self.undone -= len(numbers)
         if numbers and step.number <= numbers[-1]:
             self._undo(bisect_left(numbers, step.number), len(numbers))
         self._put(len(numbers), step, collectives)

@@ -32,7 +32,7 @@ def render(report: Report) -> RenderableType:
         "",
     ]
     verdict = report.verdict
-    style = "bold red" if verdict.slow else "bold green" if verdict.steps else "bold yellow"
+    style = "bold red" if verdict.slow else "bold green" if verdict.judged else "bold yellow"
     parts.append(f"[{style}]{escape(conclusion(verdict, len(report.ranks)))}[/]")
     for slow in verdict.slow:
         parts.append(f"[bold]{escape(headline(slow))}[/]  (cause {slow.cause}, confidence {slow.confidence:.2f})")

@@ -40,6 +40,7 @@ class Verdict(msgspec.Struct, frozen=True):
         slow: the slow ranks, most certain first; empty if none.
         notes: what is worth knowing and names no rank.
         unjudged: what could not be judged, and why.
+        judged: how many ranks were compared with others; 1 in a job of one rank, which has its own past.
         steps: steps that were looked at, per rank.
         first, last: their numbers; 0 without any.
     """
@@ -47,6 +48,7 @@ class Verdict(msgspec.Struct, frozen=True):
     slow: tuple[Slow, ...] = ()
     notes: tuple[str, ...] = ()
     unjudged: tuple[str, ...] = ()
+    judged: int = 0
     steps: int = 0
     first: int = 0
     last: int = 0
