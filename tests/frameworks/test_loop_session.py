@@ -384,6 +384,20 @@ def test_each_step_is_marked(tmp_path: Path) -> None:
     assert taken.names.count("save_checkpoint") == 1
 
 
+def test_backward_passes_that_raise_leave_no_range_open(tmp_path: Path) -> None:
+    """A loop may skip such a batch; at most 64 ranges of one mark can be open."""
+    state = tiny()
+    with Session.open(tmp_path, state=state) as s:
+        for _ in range(70):
+            with pytest.raises(RuntimeError):
+                backward(torch.zeros(1))
+        backward(next(iter(state.models.values()))(torch.ones(1, 4)).sum())
+        step(s, state)
+        assert s._run.engine.recorder is not None and s._run.engine.recorder.marks.dropped == 0
+    [folder] = (tmp_path / "profiling").glob("*/0")
+    assert taskd_reader.read(folder).names.count("backward") == 1
+
+
 # -- several in one script ------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,8 @@ class Marks:
     In a forked child they are off for good: the ring belongs to the parent.
 
     Attributes:
-        mark: `mark("forward")` is the mark of that name in the domain `default`, always the same object.
+        mark: `mark("forward")` is the mark of that name, always the same object; in the domain `default` for names in
+            `bits.BIT_OF_MARK`, in `user` for others.
         path: the ring file; None where there was no room for one.
     """
 
@@ -262,9 +263,11 @@ class Marks:
         self._lock = threading.RLock()
         self.close(remove=False)
 
-    def _of_default(self, text: str) -> Mark:
+    def _by_name(self, text: str) -> Mark:
         bit = bits.BIT_OF_MARK.get(text, bits.STEP)
-        return self.define(text, bit=bit, stream=text not in HOST_ONLY)
+        # Outside of `default`, where a reader would take `substep 3` for a step.
+        domain = "default" if text in bits.BIT_OF_MARK or text == OTHER else "user"
+        return self.define(text, domain=domain, bit=bit, stream=text not in HOST_ONLY)
 
     def _intern(self, name: Name) -> Mark:
         with self._lock:
@@ -282,7 +285,7 @@ class Marks:
 
 
 class _Table(dict[str, Mark]):
-    """Marks of the domain `default` by name; looked up without running Python once they exist."""
+    """Marks by name; looked up without running Python once they exist."""
 
     def __init__(self, marks: Marks) -> None:
         super().__init__()
@@ -291,7 +294,7 @@ class _Table(dict[str, Mark]):
     def __missing__(self, text: str) -> Mark:
         if not isinstance(text, str):
             raise TypeError(f"mark({text!r}): a mark's name is a str, such as mark('forward')")
-        mark = self._marks._of_default(text)
+        mark = self._marks._by_name(text)
         if len(self) < layout.NAMES_MAX:
             self[text] = mark
         return mark

@@ -130,7 +130,12 @@ class LoopMarks:
         self._engine.progress("backward")
         if self._ranges is not None:
             self._ranges.backward.begin()
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            if self._ranges is not None:
+                self._ranges.backward.cancel()
+            raise
         if self._ranges is not None:
             self._ranges.backward.end()
         self._backward_over()
