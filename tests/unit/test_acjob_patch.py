@@ -90,6 +90,29 @@ def test_a_mount_of_marks_that_is_there_is_corrected_at_most() -> None:
     assert patch(source_of(NAME, other.encode()), (), marks=True).after == own
 
 
+def test_a_mount_of_a_volumes_folder_and_a_volume_with_other_mounts() -> None:
+    """The first is right as it is; of the second, the other mount keeps its directory."""
+    after = patch(source_of(NAME, bare("pytorch").encode()), (), marks=True).after
+    place = "/user/cluster-info/datatrace-config"
+    job = next(line.split("/")[-1] for line in after.splitlines() if f"path: {place}/" in line)
+    below = after.replace(f"path: {place}/{job}", f"path: {place}")
+    below = below.replace(f"mountPath: {place}\n", f"mountPath: {place}\n                  subPath: {job}\n")
+    assert below.count("subPath") == after.count(f"mountPath: {place}\n") > 0
+    assert patch(source_of(NAME, below.encode()), (), marks=True).after == below
+    line = f"mountPath: {place}\n"
+    shared = after.replace(f"path: {place}/{job}", "path: /data").replace(
+        line, f"{line}                - name: datatrace\n                  mountPath: /data\n"
+    )
+    once = patch(source_of(NAME, shared.encode()), (), marks=True)
+    assert errors(once.diagnoses) == []
+    for replica in YAML(typ="safe").load(io.StringIO(once.after))["spec"]["replicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        volumes = {one["name"]: one.get("hostPath", {}).get("path") for one in pod["volumes"]}
+        [container] = [one for one in pod["containers"] if one["name"] == "ascend"]
+        mounted = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+        assert (mounted[place], mounted["/data"]) == (f"{place}/{job}", "/data")
+
+
 @pytest.mark.parametrize("more", ["", '    sp-block: "16"\n'])
 def test_rescheduling_of_pods_leaves_no_strategy_of_processes(more: str) -> None:
     """As in MindCluster's sample for Qwen3, which names all of them."""

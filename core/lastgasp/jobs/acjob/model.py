@@ -46,8 +46,10 @@ class Mount:
 
     @property
     def host_path(self) -> str | None:
-        """The host's directory, where the volume is one."""
-        return self.volume.string("hostPath", "path") if self.volume is not None else None
+        """The host's directory, where the volume is one; with the mount's `subPath`."""
+        path = self.volume.string("hostPath", "path") if self.volume is not None else None
+        below = self.node.string("subPath")
+        return path if path is None or not below else f"{path.rstrip('/')}/{below}"
 
 
 class Replica:
@@ -120,6 +122,12 @@ class Replica:
         volumes = {one.string("name"): one for one in self.pod.maps("volumes")}
         return [Mount(one, one.string("mountPath") or "", volumes.get(one.string("name")))
                 for one in self.container.maps("volumeMounts")]  # fmt: skip
+
+    def uses(self, volume: str) -> int:
+        """How many mounts of all its containers are of that volume."""
+        pod = self.pod
+        each = [*self.containers, *(pod.maps("initContainers") if pod is not None else ())]
+        return sum(mount.string("name") == volume for one in each for mount in one.maps("volumeMounts"))
 
     @property
     def host_network(self) -> bool:

@@ -267,9 +267,19 @@ class _Patch:
         """Mount the host's `path` at `place`, by a volume of that name or one that is there; or correct the path."""
         mount = next((one for one in replica.mounts if one.path.rstrip("/") == place), None)
         if mount is not None:
-            if mount.volume is not None and mount.host_path is not None and mount.host_path.rstrip("/") != path:
+            wrong = mount.host_path is not None and mount.host_path.rstrip("/") != path
+            if mount.volume is None or not wrong or mount.node.string("subPath"):
+                return  # of a subPath, the check says what is wrong
+            if replica.uses(mount.volume.string("name") or "") > 1:  # the other mounts keep what they have
+                self.edits.put(mount.node, ("name",), self._volume(replica, place, path, volume))
+            else:
                 self.edits.put(mount.volume, ("hostPath", "path"), path)
             return
+        name = self._volume(replica, place, path, volume)
+        self.edits.append(container, ("volumeMounts",), {"name": name, "mountPath": place})
+
+    def _volume(self, replica: Replica, place: str, path: str, volume: str) -> str:
+        """The name of a volume of the host's `path`: one that is there, or a new one."""
         pod = replica.pod
         assert pod is not None
         taken = {one.string("name"): one for one in pod.maps("volumes")}
@@ -279,7 +289,7 @@ class _Patch:
             name = next(one for one in names if one not in taken)
             created = {} if place == RESET else {"type": "DirectoryOrCreate"}  # the device plugin makes that one itself
             self.edits.append(pod, ("volumes",), {"name": name, "hostPath": {"path": path, **created}})
-        self.edits.append(container, ("volumeMounts",), {"name": name, "mountPath": place})
+        return name
 
 
 def _ttp_port(job: Job) -> str:
