@@ -71,6 +71,25 @@ def test_what_is_incomplete_is_refused_and_left_as_it_is(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("*.manifest.json"))) == 1
 
 
+def test_sharded_files_without_their_index_and_short_safetensors_are_refused(tmp_path: Path) -> None:
+    for name in ("iter_0000010", "a-step=5.dcp", "step=3.dcp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(NUMBER)
+    (tmp_path / "step=3.dcp/.metadata").write_bytes(b"index")
+    for name, there in (("checkpoint-500", 100), ("checkpoint-400", 4000)):
+        (tmp_path / name).mkdir()
+        index = json.dumps({"weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
+        whole = len(index).to_bytes(8, "little") + index
+        (tmp_path / name / "model.safetensors").write_bytes(whole + bytes(there))
+    code, rows = run("manifest", tmp_path)
+    assert code == 1
+    assert rows.pop("step=3.dcp") == rows.pop("checkpoint-400") == ("written", "")
+    assert [state for state, _ in rows.values()] == ["refused"] * 3
+    assert "__0_0.distcp: no .metadata stands beside it" in rows["iter_0000010"][1]
+    assert "no .metadata" in rows["a-step=5.dcp"][1]
+    assert "model.safetensors: has" in rows["checkpoint-500"][1]
+
+
 def test_what_lastgasp_itself_has_written_is_whole_without_its_manifest(tmp_path: Path) -> None:
     """Copied somewhere without it: such files carry no checksums of their own."""
     torch = pytest.importorskip("torch")

@@ -14,6 +14,7 @@ from lastgasp.checkpoint import Candidate, Provenance, World
 from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
 from lastgasp.checkpoint.torch_zip import torch_problem
 from lastgasp.errors import CheckpointError
+from lastgasp.mindspore.content import Unreadable, read_content
 from lastgasp.mindspore.layout import ITERATIONS, LEGACY, rank_of
 from lastgasp.mindspore.modelcheckpoint import PLAIN, ModelCheckpointLayout
 from lastgasp.mindspore.probe import probe
@@ -63,11 +64,11 @@ def manifest(directory: Path, as_json: bool) -> None:
     """Give every checkpoint in DIR that has no manifest one, from the bytes that are there now.
 
     From then on a change to them is detected. Those recognised as incomplete are refused: files of torch.save
-    with a wrong checksum, TensorFlow's that lack a file or bytes (or, up to 256 MB, have a wrong checksum),
-    MindSpore's that lack a rank's file, bytes or parameters that others hold, and iterations behind the tracker of
-    Megatron or MindFormers, whose save was not finished. Nothing else is changed, and checkpoints that
-    have a manifest are left alone. Plain files without a step in their names count from 0, in the order in which they
-    were last written.
+    with a wrong checksum, torch's sharded files without .metadata, .safetensors that lack bytes, TensorFlow's that lack
+    a file or bytes (or, up to 256 MB, have a wrong checksum), MindSpore's that lack a rank's file, bytes or parameters
+    that others hold, and iterations behind the tracker of Megatron or MindFormers, whose save was not finished. Nothing
+    else is changed, and checkpoints that have a manifest are left alone. Plain files without a step in their names
+    count from 0, in the order in which they were last written.
     """
     rows = adopt_all(directory)
     if as_json:
@@ -126,9 +127,23 @@ def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
         return _mindspore_problem(layout, candidate)
     if format == "tensorflow":
         return whole_problem(candidate.path) or content_problem(candidate.path)
-    for name, path in sorted(data_files(candidate.path, layout).items()):
+    files = data_files(candidate.path, layout)
+    for name, path in sorted(files.items()):
         if path.suffix in ENDINGS and (problem := torch_problem(path)):
             return f"{name}: {problem}"
+        if path.suffix == ".safetensors" and (problem := _safetensors_problem(path)):
+            return f"{name}: {problem}"
+        folder = name.rpartition("/")[0]
+        if path.suffix == ".distcp" and (f"{folder}/.metadata" if folder else ".metadata") not in files:
+            return f"{name}: no .metadata stands beside it: its save was not finished"
+    return ""
+
+
+def _safetensors_problem(path: Path) -> str:
+    try:
+        read_content(path, checksums=False)
+    except Unreadable as error:
+        return str(error)
     return ""
 
 
