@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import msgspec
 from torch import Tensor
 
 from lastgasp.adapter.run import AdapterRun
@@ -17,7 +19,7 @@ from lastgasp.arena_taking import Known, Taken, taken_by_all, taken_over
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, buddy_of
-from lastgasp.errors import ConfigError, NotSaveable
+from lastgasp.errors import ConfigError, LastgaspError, NotSaveable
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.arena_ref import ArenaRef
 from lastgasp.ports import Wanted
@@ -30,6 +32,8 @@ from lastgasp.pytorch.sharded_image import Payload, head_of
 from lastgasp.pytorch.sharded_parts import part_of
 from lastgasp.pytorch.sharded_saves import ShardedSaves
 from lastgasp.testing import faults
+
+log = logging.getLogger("lastgasp")
 
 
 class SmallState(Protocol):
@@ -70,6 +74,7 @@ class ShardedSource(ShardedSaves):
         self._extra: tuple[int, dict[TablePath, Any]] = -1, {}
         self.durable: int | None = None
         self._completed = self._handed_on = False
+        self._compared, self._cannot = set[str](), ""
         session = life.session
         if session.backend.backend != "embedded":
             raise ConfigError("LASTGASP_BACKEND", session.backend.backend, "embedded for a sharded model",
@@ -103,6 +108,27 @@ class ShardedSource(ShardedSaves):
         if len(set(plain)) > 1:
             raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
                               "Initialise them with the same seed, or shard them with fully_shard.")  # fmt: skip
+        self._compare_states("loaded")
+
+    def _compare_states(self, when: str) -> None:
+        """Say so where ranks hold different values of which a checkpoint has one rank's; once for each kind of them.
+
+        Optimizers make their state in the first update, or later: on all ranks in the same one.
+        """
+        own = self.shards.states_of_one()
+        if own.keys() <= self._compared:
+            return
+        self._compared |= own.keys()
+        try:
+            parts = self.life.session.gather(f"sharded/states/{when}", msgspec.msgpack.encode(own))
+        except LastgaspError as error:  # a rank has just died, mostly
+            log.debug("the ranks could not compare what their optimizers hold: %s", error)
+            return
+        found = [msgspec.msgpack.decode(part, type=dict[str, bytes]) for part in parts]
+        if differing := sorted(key for key in set().union(*found) if len({one.get(key) for one in found}) > 1):
+            self.life.session.note(f"optimizers hold {', '.join(differing[:4])} as plain tensors or numbers that "
+                                   "differ between ranks, and a checkpoint has those of one rank: what resumes from it "
+                                   "is not bit-equal. Keep them as DTensors, like the parameters")  # fmt: skip
 
     def take_over(
         self, why_not: Callable[[Payload], str], take: Callable[[Taken, Payload], SmallState], *, newer: bool = False
@@ -160,12 +186,22 @@ class ShardedSource(ShardedSaves):
     # -- a step -------------------------------------------------------------------------------------------
 
     def keep(self, small: SmallState) -> None:
-        """A step is complete: follow the tensors, and keep its small state."""
-        self.shards.look()
+        """A step is complete: follow the tensors, and keep its small state, unless they cannot be saved any more."""
+        before, changed = self._cannot, False
+        try:
+            changed, self._cannot = self.shards.look(), ""
+        except ValueError as error:
+            why = error.value if isinstance(error, ConfigError) else error
+            self._cannot = before or f"from step {small.step} on nothing can be saved: {why}"
+        if self._cannot and not before:
+            self.life.session.note(self._cannot)
+        if changed:
+            self._compare_states(str(small.step))
         held = steps(self.arena.fd, self.arena.identity) if self.arena is not None else ()
         for step in self._kept.keys() - {small.step - 1, *held}:
             del self._kept[step]
-        self._kept[small.step] = small
+        if not self._cannot:
+            self._kept[small.step] = small
         self._extra = small.step, self._extra_states.step_over(small.step)
         self._completed = True
 
@@ -175,6 +211,8 @@ class ShardedSource(ShardedSaves):
             self._filling.fill(step, lambda: self._payload(step))
 
     def _payload(self, step: int) -> list[bytes | memoryview]:
+        if self._cannot:
+            raise ValueError(self._cannot)
         kept = self.kept(step)
         more = self.more(kept)
         try:
@@ -305,5 +343,5 @@ class ShardedSource(ShardedSaves):
         """What `keep` got. Raises NotSaveable where it is not known any more."""
         found = self._kept.get(step)
         if found is None:
-            raise NotSaveable(f"the schedules and counters of step {step} are no longer known here")
+            raise NotSaveable(self._cannot or f"the schedules and counters of step {step} are no longer known here")
         return found

@@ -70,7 +70,8 @@ class LightningShards(ShardedSource):
         if not is_sharded(models):
             raise ConfigError("model", "configure_model() shards nothing", "parameters that are DTensors",
                               "Call fully_shard in it, or use strategy='ddp'.")  # fmt: skip
-        self.describe(Shards(models, optimizers, self.rank, trainer.world_size, single_optimizer=False))
+        self.describe(Shards(models, optimizers, self.rank, trainer.world_size, single_optimizer=False,
+                             parts_too=False))  # fmt: skip
         self._compare()
         connector, strategy = trainer._checkpoint_connector, trainer.strategy
         on_close(replace_method(connector, "_get_lightning_module_state_dict", self._instead(self._stated)))
@@ -134,7 +135,7 @@ class LightningShards(ShardedSource):
         restored = Restored.of(taken.step, more, own | ({0: first} if first else {}))
         models, optimizers = self._parts()
         fill(payload.shards, models, optimizers, rank=self.rank, world_size=self._trainer.world_size,
-             single_optimizer=False)  # fmt: skip
+             single_optimizer=False, parts_too=False)  # fmt: skip
         checkpoint, record = restored.files(restored.aux)
         load(checkpoint | {KEY: record})
         return restored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
 
 from lastgasp.arena_digest import ALONE, threads
 from lastgasp.errors import CheckpointMismatch
@@ -30,6 +32,8 @@ from lastgasp.pytorch.sharded.names import (
 from lastgasp.pytorch.sharded.table import Entry, Group, Path, chunk_of, local_of, parse
 from lastgasp.pytorch.zero import inside
 
+log = logging.getLogger("lastgasp")
+
 _SHOWN = 8
 
 
@@ -44,6 +48,9 @@ class _Kept(Protocol):
 
     def differs(self, name: str, tensor: Tensor) -> str:
         """Why this tensor cannot be filled from it; empty if it can."""
+
+    def tensor(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape, over all ranks, and type of a tensor; None for another value."""
 
     def value(self, name: str) -> Any:
         """A value that is no tensor."""
@@ -63,7 +70,7 @@ def load(
     """Load a checkpoint, of any number of ranks. On the training thread of every rank, each on its own.
 
     Optimizers without state get it by torch's own means: an update with gradients and a learning rate of zero. So
-    hooks on optimizers come later. Nothing is verified here.
+    hooks on optimizers come later. What they lack then is made as the checkpoint has it. Nothing is verified here.
 
     Raises:
         CheckpointMismatch: it is of another model or optimizer; nothing was changed but state that optimizers lacked.
@@ -82,12 +89,12 @@ def fill(
     world_size: int,
     single_model: bool = True,
     single_optimizer: bool = True,
-    groups: values.Groups | None = None,
+    parts_too: bool = True,
 ) -> None:
     """The same from the image of this rank (`Shards.payload`), bit by bit.
 
     Args:
-        groups: values of the parameter groups; those in the image by default.
+        parts_too: as of the `Shards` that made it.
 
     Raises:
         CheckpointMismatch: it is of another rank, number of ranks, model or optimizer.
@@ -98,11 +105,13 @@ def fill(
     if (table.rank, table.world_size) != (rank, world_size):
         raise CheckpointMismatch("memory", [f"it is of rank {table.rank} of {table.world_size}, and this is rank "
                                             f"{rank} of {world_size}"])  # fmt: skip
-    kept = _Memory(image, values.decode(image.values), groups)
-    _load(kept, root_of(models, single_model), dict(optimizers), single_optimizer)
+    kept = _Memory(image, values.decode(image.values))
+    _load(kept, root_of(models, single_model), dict(optimizers), single_optimizer, parts_too)
 
 
-def _load(kept: _Kept, root: nn.Module, optimizers: dict[str, Any], single: bool) -> None:
+def _load(
+    kept: _Kept, root: nn.Module, optimizers: dict[str, Any], single: bool, parts_too: bool = True
+) -> None:
     leaves, extra = model_leaves(root, "")
     params, places = names_of(leaves), {name: optimizer_path(name, single) for name in optimizers}
     problems = _problems(kept, leaves, "model.", {_name(one.path) for one in extra})
@@ -110,8 +119,8 @@ def _load(kept: _Kept, root: nn.Module, optimizers: dict[str, Any], single: bool
         problems += _group_problems(kept, optimizer, optimizer_leaves(optimizer, places[name], params)[1])
     _require(kept, problems)
     for name, optimizer in optimizers.items():
-        leaves += _with_state(kept, root, optimizer, places[name], params)
-    tensors = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
+        leaves += _with_state(kept, root, optimizer, places[name], params, parts_too)
+    tensors = {leaf.name: leaf.spread for leaf in leaves if isinstance(leaf.value, Tensor)}
     with torch.no_grad():
         kept.fill(tensors)
     for leaf in leaves:
@@ -128,18 +137,110 @@ def _name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _with_state(kept: _Kept, root: nn.Module, optimizer: Any, at: Path, params: Mapping[int, str]) -> list[Leaf]:
+def _with_state(
+    kept: _Kept, root: nn.Module, optimizer: Any, at: Path, params: Mapping[int, str], parts_too: bool
+) -> list[Leaf]:
     """The leaves of an optimizer that has just the state that the checkpoint has for it."""
-    begin = _name((*at, "state")) + "."
+    begin, inner = _name((*at, "state")) + ".", inside(optimizer)
     if any(name.startswith(begin) for name in kept.paths):
-        get_optimizer_state_dict(root, inside(optimizer))  # makes it where there is none
-    known, state = {path[: len(at) + 2] for path in kept.paths.values()}, inside(optimizer).state
-    for parameter in list(state):  # made just now, for one that had none when the checkpoint was written
-        if (*at, "state", params.get(id(parameter), "")) not in known:
-            del state[parameter]
-    leaves, _ = optimizer_leaves(optimizer, at, params)
+        _make_state(root, inner)
+        _make_lacking(kept, optimizer, at, params)
+    known, state = {path[: len(at) + 2] for path in kept.paths.values()}, inner.state
+    for key in list(state):  # made just now, where there was none when the checkpoint was written
+        if (*at, "state", params.get(id(key), "") if isinstance(key, Tensor) else str(key)) not in known:
+            del state[key]
+    leaves, _ = optimizer_leaves(optimizer, at, params, parts_too=parts_too)
     _require(kept, _problems(kept, leaves, begin, _of_others(kept, optimizer, at, params)))
     return leaves
+
+
+def _make_state(root: nn.Module, inner: Any) -> None:
+    """Have torch make what it can of an optimizer's state, and leave nothing else behind. Never raises.
+
+    It makes none where there are gradients or some state, nor for what is frozen; some optimizers refuse that update.
+    """
+    gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
+    rates = [(group, group["lr"]) for group in inner.param_groups if "lr" in group]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        get_optimizer_state_dict(root, inner)
+    except Exception as error:  # of the optimizer's kind
+        log.debug("%s makes no state of itself before a checkpoint is loaded: %s", type(inner).__name__, error)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for group, rate in rates:
+            group["lr"] = rate
+
+
+def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, str]) -> None:
+    """Make the state that only the checkpoint has: of what was frozen, say, or made in a later update than the first.
+
+    Not where the optimizer lacks options of the one that was saved: it is another one.
+    """
+    inner, begin = inside(optimizer), (*at, "state")
+    leaves, groups = optimizer_leaves(optimizer, at, params)
+    if any(_options(kept, group) - optimizer.param_groups[int(group.path[-1])].keys() for group in groups):
+        return
+    depth, there = len(begin) + 1, {leaf.path for leaf in leaves}
+    alike = {leaf.path[depth:]: leaf for leaf in leaves if isinstance(leaf.value, Tensor)}
+    own = {params[id(p)]: (p, group) for group in inner.param_groups for p in group["params"]}
+    others = set(params.values()) - own.keys()
+    lacking = [(path, name) for name, path in kept.paths.items() if path[: len(begin)] == begin and path not in there]
+    for path, name in sorted(lacking, key=lambda one: [f"{key:0>9}" for key in one[0]]):  # lists in their order
+        owner = path[len(begin)]
+        if owner in others:
+            continue
+        parameter, group = own.get(str(owner), (None, {}))
+        stored = kept.tensor(name)
+        if stored is None:
+            value = kept.value(name)
+        else:
+            value = _empty(*stored, parameter, alike.get(path[depth:]), _on_host(str(path[-1]), group))
+        if parameter is None:
+            _put(inner.state, path[len(begin) :], value)
+        else:
+            _put(inner.state[parameter], path[depth:], value)
+
+
+def _options(kept: _Kept, group: Group) -> set[str]:
+    depth = len(group.path)
+    return {str(path[depth]) for path in kept.paths.values() if path[:depth] == group.path}
+
+
+def _on_host(key: str, group: Mapping[str, Any]) -> bool:
+    """As torch's `load_state_dict` decides."""
+    return key == "step" and not (group.get("capturable") or group.get("fused"))
+
+
+def _empty(
+    shape: torch.Size, dtype: torch.dtype, parameter: Tensor | None, alike: Leaf | None, on_host: bool
+) -> Tensor:
+    """A tensor to be filled, as the parameter is spread over the ranks.
+
+    Args:
+        alike: what the optimizer has of the same name for another parameter, if anything.
+    """
+    if parameter is not None and shape == parameter.shape and not on_host:
+        spread = isinstance(parameter, DTensor)
+        if alike is None or not spread or isinstance(alike.value, DTensor):
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if alike.part_of is not None:
+            return torch.zeros_like(local_of(parameter), dtype=dtype)
+    elsewhere = None if parameter is None or on_host else parameter.device
+    return torch.zeros(shape, dtype=dtype, device=elsewhere if alike is None else alike.value.device)
+
+
+def _put(holder: Any, keys: Path, value: Any) -> None:
+    """Into nested dictionaries and lists, which are made where they lack."""
+    for key, after in zip(keys, (*keys[1:], None), strict=True):
+        found = value if after is None else [] if isinstance(after, int) else {}
+        if isinstance(holder, list):
+            holder += [found] * (int(key) == len(holder))
+            holder = holder[int(key)]
+        else:
+            holder = holder.setdefault(key, found)
 
 
 def _of_others(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, str]) -> set[str]:
@@ -158,7 +259,7 @@ def _require(kept: _Kept, problems: list[str]) -> None:
 
 def _problems(kept: _Kept, leaves: list[Leaf], begin: str, more: set[str]) -> list[str]:
     """What of these leaves is not in it, differs, or is only in it."""
-    own = {leaf.name: leaf.value for leaf in leaves}
+    own = {leaf.name: leaf.spread for leaf in leaves}
     there = {name for name in kept.paths if name.startswith(begin)}
     lines = [f"{name} is not in the checkpoint" for name in sorted((set(own) | more) - there)]
     lines += [f"{name} is only in the checkpoint" for name in sorted(there - set(own) - more)]
@@ -222,6 +323,11 @@ class _Directory:
         there, here = f"{stored.properties.dtype} {list(stored.size)}", f"{tensor.dtype} {list(tensor.shape)}"
         return f"{there} in the checkpoint and {here} here"
 
+    def tensor(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        """As `_Kept.tensor`."""
+        stored = self._metadata.state_dict_metadata[name]
+        return (stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+
     def value(self, name: str) -> Any:
         """As `_Kept.value`."""
         place = self._metadata.storage_data[MetadataIndex(name)]
@@ -241,10 +347,10 @@ class _Memory:
 
     path = "memory"
 
-    def __init__(self, image: Any, known: values.Values, groups: values.Groups | None) -> None:
+    def __init__(self, image: Any, known: values.Values) -> None:
         self._image, table = image, image.table
         self._entries: dict[str, Entry] = {entry.name: entry for entry in table.entries}
-        given = known.groups if groups is None else groups
+        given = known.groups
         pairs = [*known.objects, *(groups_of(table.groups, given) if given is not None else ())]
         pairs += [] if given is not None else [((*one.path, "params"), list(one.params)) for one in table.groups]
         self._values = {_name(path): value for path, value in pairs}
@@ -262,6 +368,11 @@ class _Memory:
         there = entry.torch_dtype, entry.shape, entry.offsets, entry.sizes
         here = local.dtype, chunk.shape, chunk.offsets, tuple(local.shape)
         return "" if here == there else f"{there} there and {here} here (type, shape, offsets, sizes)"
+
+    def tensor(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        """As `_Kept.tensor`."""
+        entry = self._entries.get(name)
+        return None if entry is None else (torch.Size(entry.shape), entry.torch_dtype)
 
     def value(self, name: str) -> Any:
         """As `_Kept.value`."""

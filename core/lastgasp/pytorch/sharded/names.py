@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch.sharded.table import Group, Path, Undescribable
@@ -31,6 +32,7 @@ class Leaf:
         holder, key: it is `holder[key]`; for a parameter of `fully_shard`, `holder.sharded_param` with an empty key.
         buffer: key in the `state_dict` of the container, for a module's buffer.
         alone: no other rank holds it, although it is no part of a larger tensor.
+        part_of: a plain tensor that holds this rank's part alone, as this DTensor is spread over the ranks.
     """
 
     path: Path
@@ -38,6 +40,13 @@ class Leaf:
     key: Any = None
     buffer: str = ""
     alone: bool = False
+    part_of: DTensor | None = None
+
+    @property
+    def spread(self) -> Any:
+        """It, as the DTensor that it is for the checkpoint."""
+        make: Any = DTensor
+        return self.value if self.part_of is None else make(self.value, self.part_of._spec, requires_grad=False)
 
     @property
     def value(self) -> Any:
@@ -136,13 +145,19 @@ def optimizer_path(name: str, single: bool) -> Path:
     return (OPTIMIZER,) if single else (OPTIMIZER, name)
 
 
-def optimizer_leaves(optimizer: Any, at: Path, names: Mapping[int, str]) -> tuple[list[Leaf], list[Group]]:
+def optimizer_leaves(
+    optimizer: Any, at: Path, names: Mapping[int, str], *, parts_too: bool = True
+) -> tuple[list[Leaf], list[Group]]:
     """The state of each parameter, tensors and others, and the parameter groups.
+
+    Args:
+        parts_too: plain tensors of which each rank has a part are told from whole ones.
 
     Raises:
         Undescribable: it holds a parameter that is not in the model.
     """
     leaves, groups, states = list[Leaf](), list[Group](), inside(optimizer).state
+    spread = list[tuple[Leaf, DTensor]]()
     for number, group in enumerate(optimizer.param_groups):
         params = []
         for parameter in group["params"]:
@@ -154,15 +169,39 @@ def optimizer_leaves(optimizer: Any, at: Path, names: Mapping[int, str]) -> tupl
             params.append(name)
             state = states.get(parameter)
             if state:
-                leaves += _inside(state, (*at, "state", name))
+                own = list(_inside(state, (*at, "state", name)))
+                leaves += own
+                if isinstance(parameter, DTensor):
+                    spread += [(leaf, parameter) for leaf in own]
         groups.append(Group((*at, "param_groups", number), tuple(params)))
-    return [replace(leaf, alone=True) for leaf in leaves] if is_zero(optimizer) else leaves, groups
+    common = [key for key in states if not isinstance(key, Tensor)]  # of no parameter: a counter of all updates
+    leaves += (leaf for key in common for leaf in _inside(states, (*at, "state"), key))
+    if is_zero(optimizer):
+        return [replace(leaf, alone=True) for leaf in leaves], groups
+    parts = _parts(spread, len(at) + 2) if parts_too else {}
+    return [replace(leaf, part_of=parts.get(leaf.path)) for leaf in leaves], groups
 
 
-def _inside(held: Any, at: Path) -> Iterator[Leaf]:
+def _parts(spread: list[tuple[Leaf, DTensor]], depth: int) -> dict[Path, DTensor]:
+    """Plain tensors that an optimizer keeps of its own part of a parameter (`zeros_like(p.to_local())`), and of which.
+
+    A tensor of that shape may be so by chance, and be whole on another rank: it counts if those of all parameters are.
+    """
+    found: dict[Path, list[tuple[Leaf, DTensor]]] = {}
+    for leaf, parameter in spread:
+        if isinstance(leaf.value, Tensor) and not isinstance(leaf.value, DTensor):
+            found.setdefault(leaf.path[depth:], []).append((leaf, parameter))
+    parts = dict[Path, DTensor]()
+    for pairs in found.values():
+        if all(leaf.value.shape == parameter._local_tensor.shape for leaf, parameter in pairs):
+            parts |= {leaf.path: parameter for leaf, parameter in pairs}
+    return parts
+
+
+def _inside(held: Any, at: Path, *only: Any) -> Iterator[Leaf]:
     """The leaves of nested dictionaries, and of lists that hold tensors, as torch's `flatten_state_dict` finds them."""
     items = held.items() if isinstance(held, Mapping) else enumerate(held)
-    for key, value in items:
+    for key, value in [(key, held[key]) for key in only] if only else items:
         path = (*at, key if isinstance(held, list) else str(key))
         if isinstance(value, Mapping) or (isinstance(value, list) and _opens(value)):
             yield from _inside(value, path)

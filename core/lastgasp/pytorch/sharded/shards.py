@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch.sharded import values
 from lastgasp.pytorch.sharded.names import (
+    OPTIMIZER,
     ExtraState,
     Leaf,
     model_leaves,
@@ -37,7 +38,7 @@ from lastgasp.pytorch.sharded.table import (
     local_of,
     strides_of,
 )  # fmt: skip
-from lastgasp.pytorch.statedigest import digest
+from lastgasp.pytorch.statedigest import digest, leaves
 from lastgasp.pytorch.zero import inside
 
 log = logging.getLogger("lastgasp")
@@ -65,6 +66,7 @@ class Shards:
         models, optimizers: by name.
         rank, world_size: as in torch.distributed.
         single_model, single_optimizer: whether the one there is was given without a name.
+        parts_too: as of `optimizer_leaves`.
 
     Attributes:
         found: the table and where its tensors are.
@@ -83,11 +85,12 @@ class Shards:
         *,
         single_model: bool = True,
         single_optimizer: bool = True,
+        parts_too: bool = True,
     ) -> None:
         self.root = root_of(models, single_model)
         self.optimizers = dict(optimizers)
         self.rank, self.world_size = rank, world_size
-        self.single_optimizer = single_optimizer
+        self.single_optimizer, self._parts_too = single_optimizer, parts_too
         self._prefix = f"{next(iter(models))}." if single_model else ""
         self.payload_size = 0
         try:
@@ -130,8 +133,9 @@ class Shards:
 
     def _walk(self) -> None:
         self.found = _described(
-            self.root, self._prefix, self.optimizers, self.single_optimizer, self.rank, self.world_size
-        )
+            self.root, self._prefix, self.optimizers, self.single_optimizer, self.rank, self.world_size,
+            parts_too=self._parts_too,
+        )  # fmt: skip
         self._table = self.found.table.encode()
         self._nested = any(len(leaf.path) > self._depth(leaf) for leaf in (*self.found.tensors, *self.found.others))
         self._counted = self._count()
@@ -146,7 +150,7 @@ class Shards:
         found = []
         for one in self.optimizers.values():
             state = inside(one).state
-            found += [len(state), sum(map(len, state.values()))]
+            found += [len(state), sum(len(held) for held in state.values() if isinstance(held, Mapping))]
             found += [len(group["params"]) for group in one.param_groups]
         return found
 
@@ -220,8 +224,19 @@ class Shards:
         return {kind: digest(self._content(kind, plain=None)) for kind in ("model", "optimizer")}
 
     def plain_digest(self) -> bytes:
-        """Digest of the parameters and optimizer states that all ranks should hold alike, because one writes them."""
-        return digest(v for kind in ("model", "optimizer") for v in self._content(kind, plain=True))
+        """Digest of the parameters that all ranks should hold alike, because one writes them."""
+        return digest(self._content("model", plain=True))
+
+    def states_of_one(self) -> dict[str, bytes]:
+        """Digests of what optimizers hold besides parts, of which one rank writes its own, by its keys."""
+        found: dict[str, list[Any]] = {}
+        for entry, tensor in self.tensors():
+            if entry.path[0] == OPTIMIZER and entry.plain:
+                found.setdefault(str(entry.path[-1]), []).append(tensor)
+        for leaf in self.found.others:
+            if not leaf.alone:
+                found.setdefault(str(leaf.path[-1]), []).extend(leaves(leaf.value))
+        return {key: digest(held) for key, held in found.items()}
 
     def _content(self, kind: str, plain: bool | None) -> Iterable[Any]:
         for entry, tensor in self.tensors():
@@ -251,26 +266,27 @@ def host_memory(like: Tensor) -> Tensor:
 
 
 def _described(
-    root: nn.Module, prefix: str, optimizers: Mapping[str, Any], single: bool, rank: int, world_size: int
-) -> Found:
-    leaves, extra = model_leaves(root, prefix)
-    names, groups = names_of(leaves), list[Group]()
+    root: nn.Module, prefix: str, optimizers: Mapping[str, Any], single: bool, rank: int, world_size: int,
+    *, parts_too: bool,
+) -> Found:  # fmt: skip
+    found, extra = model_leaves(root, prefix)
+    names, groups = names_of(found), list[Group]()
     for name, optimizer in optimizers.items():
-        own, its = optimizer_leaves(optimizer, optimizer_path(name, single), names)
-        leaves += own
+        own, its = optimizer_leaves(optimizer, optimizer_path(name, single), names, parts_too=parts_too)
+        found += own
         groups += its
-    tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
-    others = [leaf for leaf in leaves if not isinstance(leaf.value, Tensor)]
+    tensors = [leaf for leaf in found if isinstance(leaf.value, Tensor)]
+    others = [leaf for leaf in found if not isinstance(leaf.value, Tensor)]
     tensors.sort(key=lambda leaf: -leaf.value.element_size())  # so that all are aligned without gaps
     entries, nbytes = _entries(tensors, world_size)
     alone = tuple(leaf.path for leaf in others if leaf.alone)
     return Found(Table(rank, world_size, tuple(entries), tuple(groups), nbytes, alone), tensors, others, extra)
 
 
-def _entries(leaves: list[Leaf], world_size: int) -> tuple[list[Entry], int]:
+def _entries(tensors: list[Leaf], world_size: int) -> tuple[list[Entry], int]:
     entries, at, known, chunks = list[Entry](), 0, dict[tuple[Any, ...], int](), dict[Any, Chunk]()
-    for leaf in leaves:
-        tensor, local = leaf.value, local_of(leaf.value)
+    for leaf in tensors:
+        tensor, local = leaf.value if leaf.part_of is None else leaf.part_of, local_of(leaf.value)
         try:
             key = (tensor.shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else id(tensor)
             chunk = chunks.get(key) or chunks.setdefault(key, chunk_of(tensor, world_size))
