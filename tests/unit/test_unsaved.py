@@ -209,6 +209,20 @@ def test_what_an_optimizer_holds_beside_its_state_is_named(make: Any, named: str
     assert note.startswith(f"optimizers hold what their state_dict lacks: {named}. ") if named else note == ""
 
 
+def test_a_sharded_model_s_optimizer_is_not_asked_for_its_state_dict() -> None:
+    """`load_state_dict` is not called either: what only these have is lost, and must be named."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Whole([parameter])
+    unsaved = UnsavedOptimizers([optimizer], sharded=True)
+    assert unsaved.note() == ""
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert unsaved.note() == (
+        "optimizers hold what checkpoints of a sharded model lack, whatever their state_dict has: Whole.base, "
+        "Whole.calls. A resumed run begins without it. Keep it in the parameter groups, whose values are saved"
+    )
+
+
 class Metric(nn.Module):
     """As those of torchmetrics are made: states that are no buffers, and a count of their updates."""
 

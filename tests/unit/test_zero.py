@@ -14,6 +14,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.pytorch import TorchState
 from lastgasp.pytorch.sharded.names import optimizer_leaves
 from lastgasp.pytorch.sharded.shards import Shards
+from lastgasp.pytorch.unsaved import UnsavedOptimizers
 from lastgasp.pytorch.zero import inside, is_zero, unsupported
 
 
@@ -97,6 +98,18 @@ def test_what_a_rank_writes() -> None:
     assert [group.params for group in table.groups] == [("0.weight", "0.bias", "1.weight", "1.bias")]
     leaves, _ = optimizer_leaves(zero, ("optimizer",), {id(p): n for n, p in model.named_parameters()})
     assert all(leaf.alone for leaf in leaves)
+
+
+def test_the_optimizer_inside_is_saved_and_not_noted() -> None:
+    zero = ZeroRedundancyOptimizer(_model())
+    zero.calls = 0  # type: ignore[attr-defined]
+    unsaved = UnsavedOptimizers([zero], sharded=True)
+    zero.calls += 1  # type: ignore[attr-defined]
+    for group in zero.optim.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    zero.optim.step()
+    assert "ZeroRedundancyOptimizer.calls. " in unsaved.note()
 
 
 def test_an_elastic_loader_is_refused() -> None:

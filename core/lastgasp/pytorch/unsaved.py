@@ -9,7 +9,7 @@ import collections
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 from lastgasp.pytorch.extrastate import has_extra_state
 from lastgasp.pytorch.held_modules import HeldModules
 from lastgasp.pytorch.uservalues import Root, is_users
+from lastgasp.pytorch.zero import inside
 
 _NAMED = 4
 """Values that are named."""
@@ -128,11 +129,12 @@ class UnsavedData:
 class UnsavedOptimizers:
     """What optimizers hold that their `state_dict` lacks: another optimizer inside (SAM), numbers of the user's class.
 
-    One with a `state_dict` of its own is trusted to save all.
+    One with a `state_dict` of its own is trusted to save all, unless the model is sharded: nobody calls it there.
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
-        self._optimizers = [one for one in optimizers if type(one).state_dict is torch.optim.Optimizer.state_dict]
+    def __init__(self, optimizers: Iterable[Any], *, sharded: bool = False) -> None:
+        own, self._sharded = torch.optim.Optimizer.state_dict, sharded
+        self._optimizers = [one for one in optimizers if sharded or type(one).state_dict is own]
         self._before = dict(self._values())
 
     def note(self) -> str:
@@ -141,24 +143,29 @@ class UnsavedOptimizers:
             changed = [name for name, value in self._values() if self._before.get(name) != value]
         except Exception:  # a state that training is changing at this moment
             return ""
-        return (
-            f"optimizers hold what their state_dict lacks: {_some(changed)}. A resumed run begins without it. Give the "
-            "optimizer a state_dict and a load_state_dict that have it"
-        ) if changed else ""  # fmt: skip
+        lacks, remedy = (
+            ("checkpoints of a sharded model lack, whatever their state_dict has", "Keep it in the parameter groups, "
+             "whose values are saved") if self._sharded else
+            ("their state_dict lacks", "Give the optimizer a state_dict and a load_state_dict that have it")
+        )  # fmt: skip
+        what = f"optimizers hold what {lacks}: {_some(changed)}. A resumed run begins without it. {remedy}"
+        return what if changed else ""
 
     def _values(self) -> Iterator[tuple[str, bytes]]:
         for one in self._optimizers:
             inner = {n: v for n, v in vars(one).items() if isinstance(v, torch.optim.Optimizer)}
             own = {n: v for n, v in vars(one).items() if n not in _OPTIMIZER and n[0] != "_" and is_users(type(one))}
             yield from _known(type(one).__name__, own | {n: _changes_of(v) for n, v in inner.items()
-                                                         if v.state is not one.state})  # fmt: skip
+                                                         if v is not inside(one) and v.state is not one.state}
+                              )  # fmt: skip
 
 
 _OPTIMIZER = ("defaults", "state", "param_groups")
 
 
 def _changes_of(optimizer: torch.optim.Optimizer) -> int:
-    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    states = [value for state in held for value in state.values()]
     return len(states) + sum(value._version for value in states if isinstance(value, Tensor))
 
 

@@ -206,7 +206,7 @@ class LightningRun(Training):
             source.carried = self.carried.written
         life.on_close(before_calls(self.trainer.fit_loop, "on_advance_start", self.carried.starts))
         source.present, self.unsaved = self.selector.present, unsaved_of(self.trainer)
-        self._optimizers = UnsavedOptimizers(self.trainer.optimizers)
+        self._optimizers = UnsavedOptimizers(self.trainer.optimizers, sharded=self.shards is not None)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:

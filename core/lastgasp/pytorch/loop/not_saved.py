@@ -15,8 +15,9 @@ class NotSaved:
     """
 
     def __init__(self, state: Any) -> None:
-        self._modules, self._data = Unsaved(state.container), UnsavedData()
-        self._optimizers = UnsavedOptimizers(state.optimizers.values())
+        modules = state.container if state.engine is None else state.engine.module  # an engine's own counters are saved
+        self._modules, self._data = Unsaved(modules), UnsavedData()
+        self._optimizers = UnsavedOptimizers(state.optimizers.values(), sharded=state.sharded)
         self._loaders: list[object] = []
 
     def takes(self, loader: object) -> None:
