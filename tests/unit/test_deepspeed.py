@@ -16,6 +16,7 @@ from lastgasp.pytorch import TorchState
 from lastgasp.pytorch.deepspeed import EngineOptimizer, capture, files_of, parse, restore, unsupported
 from lastgasp.pytorch.deepspeed.engine import load_engine
 from lastgasp.pytorch.deepspeed.layout import LAYOUT, gasp_path, periodic_path
+from lastgasp.pytorch.loop.not_saved import NotSaved
 
 
 class DeepSpeedEngine(nn.Module):
@@ -122,6 +123,35 @@ def test_an_update_is_a_step_of_the_engine_at_the_boundary() -> None:
     assert shown.inner is engine.optimizer.optimizer and shown.param_groups[0]["lr"] == 0.5
 
 
+def test_a_loop_that_sees_to_accumulation_itself_updates_in_each_step() -> None:
+    engine, seen = DeepSpeedEngine(), list[str]()
+    engine.managed_gradient_accumulation = lambda: False  # type: ignore[assignment]
+    shown = EngineOptimizer(engine)
+    shown.register_step_pre_hook(lambda *_: seen.append("begins"))
+    shown.register_step_post_hook(lambda *_: seen.append("ends"))
+    assert [engine.step(), engine.step()] == ["stepped", "stepped"] and seen == ["begins", "ends"] * 2
+
+
+def test_what_the_engine_counts_itself_is_saved_and_not_noted() -> None:
+    engine = DeepSpeedEngine()
+    engine.module.add_module("more", Counting())
+    unsaved = NotSaved(TorchState(engine))
+    engine.global_steps, engine.micro_steps = 3, 6
+    assert unsaved.notes() == []
+    engine.module.more.calls = 1  # type: ignore[union-attr]
+    assert ": more.calls. No checkpoint" in unsaved.notes()[0]
+
+
+class Counting(nn.Module):
+    """Keeps a number."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
 def test_what_a_state_takes_and_refuses() -> None:
     engine = DeepSpeedEngine()
     for given in (None, engine.optimizer, engine.optimizer.optimizer):
@@ -162,6 +192,25 @@ def test_loading(tmp_path: Path) -> None:
         load_engine(engine, tmp_path / "gone", record)
     with pytest.raises(CheckpointMismatch, match="2 ranks have saved it"):
         load_engine(engine, tmp_path / "there", {"lastgasp": {"world_size": 2}})
+
+
+def test_a_start_from_a_universal_checkpoint_says_nothing_of_later_ones(tmp_path: Path) -> None:
+    """What this session has written is DeepSpeed's ordinary kind."""
+    engine, record = DeepSpeedEngine(), {"lastgasp": {"world_size": 1}}
+    engine._config.load_universal_checkpoint = True
+    asked = list[bool]()
+
+    def load_checkpoint(path: str) -> tuple[str | None, dict[str, Any]]:
+        asked.append(engine._config.load_universal_checkpoint)
+        if "bad" in path:
+            raise RuntimeError("damaged")
+        return path, {}
+
+    engine.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
+    load_engine(engine, tmp_path / "there", record)
+    with pytest.raises(RuntimeError):
+        load_engine(engine, tmp_path / "bad", record)
+    assert asked == [False, False] and engine._config.load_universal_checkpoint is True
 
 
 def test_names(tmp_path: Path) -> None:

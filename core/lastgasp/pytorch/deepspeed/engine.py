@@ -156,7 +156,13 @@ def load_engine(engine: Any, path: Path, beside: Mapping[str, Any]) -> None:
         raise CheckpointMismatch(str(path), [f"{saved} ranks have saved it and there are {here}: its partitions fit "
                                              "the same number alone (convert it by deepspeed.checkpoint."
                                              "ds_to_universal to change that)"])  # fmt: skip
-    found, _ = engine.load_checkpoint(str(path))
+    config = engine._config
+    universal = getattr(config, "load_universal_checkpoint", False)
+    config.load_universal_checkpoint = False  # it says of which kind the one is that the script has begun with
+    try:
+        found, _ = engine.load_checkpoint(str(path))
+    finally:
+        config.load_universal_checkpoint = universal
     if found is None:
         raise CheckpointMismatch(str(path), ["DeepSpeed finds no checkpoint in it"])
     for name, value in beside.get(COUNTERS, {}).items():
@@ -175,8 +181,9 @@ def recovery_scripts() -> dict[str, bytes]:
 class EngineOptimizer:
     """The engine's update as a `torch.optim.Optimizer` would show it: one begins and ends with `engine.step()`.
 
-    At the boundaries of gradient accumulation alone; the engine's optimizer is called several times in one update, and
-    gathers parameters behind it. Where `engine.step()` raises the update never ends.
+    At the boundaries of gradient accumulation alone, unless the loop sees to those (`managed_gradient_accumulation`
+    false). The engine's optimizer is called several times in one update, and gathers parameters behind it. Where
+    `engine.step()` raises the update never ends.
 
     Args:
         engine: whose `step` is wrapped; for good.
@@ -218,7 +225,8 @@ class EngineOptimizer:
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def around(*args: Any, **kwargs: Any) -> Any:
-            if not self._engine.is_gradient_accumulation_boundary():
+            managed = getattr(self._engine, "managed_gradient_accumulation", lambda: True)()
+            if managed and not self._engine.is_gradient_accumulation_boundary():
                 return step(*args, **kwargs)
             for hook in list(self._before.values()):
                 hook(self, (self,), {})
