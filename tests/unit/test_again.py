@@ -14,9 +14,9 @@ from torch import nn
 from lastgasp.errors import ControlError, UsageError
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.rank_status import RankStatus
-from lastgasp.pytorch import TorchState, train
+from lastgasp.pytorch import TorchState, rng, train
 from lastgasp.pytorch.handover import cloned
-from lastgasp.pytorch.loop import again, again_here
+from lastgasp.pytorch.loop import again, again_here, kept_random
 from lastgasp.pytorch.loop.again import Entry
 from lastgasp.pytorch.loop.again_here import LoopAgain
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
@@ -183,3 +183,19 @@ def test_an_iterator_that_was_made_outside_cannot_begin_again() -> None:
     entry.takes(iter(data))
     with pytest.raises(UsageError, match="given a zip that was made before the function was called again"):
         entry.takes(outside)
+
+
+def test_an_accelerator_that_comes_into_use_in_the_first_call_begins_the_next_one_with_its_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, stand_in, used = torch.device("cuda", 0), torch.Generator(), list[torch.device]()
+    monkeypatch.setattr(kept_random, "_accelerators", lambda: used)
+    monkeypatch.setattr(rng, "generator_of", lambda _: stand_in)
+    torch.manual_seed(42)
+    kept = kept_random.KeptRandom()
+    wanted = torch.rand(3)
+    used = [device]
+    stand_in.manual_seed(7)  # as the function does
+    kept.renew()
+    assert torch.equal(torch.rand(3, generator=stand_in), wanted)
+    assert torch.equal(torch.rand(3), wanted)

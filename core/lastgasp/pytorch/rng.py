@@ -235,14 +235,15 @@ def restore(state: RngState, devices: Sequence[torch.device] = ()) -> None:
     torch.set_rng_state(as_tensor(state.torch))
     accelerators = [d for d in devices if d.type != "cpu"]
     for device, raw in zip(accelerators, state.accelerators, strict=False):
-        _generator(device).set_state(as_tensor(raw))
+        generator_of(device).set_state(as_tensor(raw))
 
 
 def _align(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of an accelerator, which this begins to use."""
     module: Any = torch.get_device_module(device)
     module.init()
     index = module.current_device() if device.index is None else device.index
@@ -252,7 +253,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def _accelerator_state(device: torch.device) -> bytes:
     # the state of an accelerator generator is a CPU tensor (seed and offset): no device synchronisation
-    return bytes(_generator(device).get_state().numpy())
+    return bytes(generator_of(device).get_state().numpy())
 
 
 @functools.cache

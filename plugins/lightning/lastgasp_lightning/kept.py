@@ -25,7 +25,6 @@ from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 
 from lastgasp.adapter.again import Began, KeptModules, Places, UserValues, renew_scaler
-from lastgasp.adapter.torch import rng
 from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.unsharded import KeptParts
 
@@ -58,7 +57,6 @@ class KeptTrainer:
         self._attributes = [(owner, _copied(vars(owner))) for owner in owners]
         self._loops = _loops(trainer.fit_loop)
         self._replaced = [(one, set(vars(one))) for one in (trainer.strategy, trainer.strategy.precision_plugin)]
-        self._random = rng.RngRecorder().snapshot()
         self._forward = vars(model).get("forward")
 
     def renew(self, state: UserValues | None) -> None:
@@ -90,7 +88,6 @@ class KeptTrainer:
                 _forget_replaced(owner, known)
             self._parts.renew()
         gc.collect()  # runs and optimizers are in cycles, and hold descriptors and memory
-        rng.restore(rng.decode(self._random))
 
     def _tear_down(self) -> None:
         """Call the hooks, as at the end of `fit`: what `setup` has opened is opened again."""

@@ -23,6 +23,7 @@ from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups, forget_accelerate
 from lastgasp.pytorch.handover import hand_over
 from lastgasp.pytorch.loop import joining
+from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp.pytorch.loop.memory import Held, Memory
 
 log = logging.getLogger("lastgasp")
@@ -53,6 +54,7 @@ class Entry:
         sessions: opened in this call; only the first one is known to be that of the call before.
         end: ends an open session as its `with` block would, where the function has none.
         objects: of the first session of the first call.
+        random: as it is at the first call.
         first: no other training has begun in this process before.
         given: iterators that this call of the function has taken its data from; earlier: those of the call before. The
             iterators themselves are had by a call.
@@ -63,6 +65,7 @@ class Entry:
         self.again, self.sessions = False, 0
         self.end: Callable[[BaseException], object] | None = None
         self.objects: Renewed | None = None
+        self.random = KeptRandom()
         self.given, self.earlier = list[Callable[[], Any]](), list[Callable[[], Any]]()
 
     def take(self) -> Held | None:
@@ -222,6 +225,7 @@ def _enter_again(entry: Entry) -> None:
         os.environ.update(held.again.environment)
         if held.rejoin is not None:
             held.life, held.rejoin = held.rejoin(), None
+        entry.random.renew()
         held.alone = None  # what has ended is let go of
     except BaseException as error:  # the launcher has died, so that no other rank can join, either
         if held.alone is not None:
