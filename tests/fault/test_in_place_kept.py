@@ -37,3 +37,15 @@ def test_random_numbers_of_the_function_are_those_of_its_first_call(tmp_path: Pa
     (calm / "failed").touch()
     assert finish(run(SUPPORT / "train_kept.py", "splits", calm, ranks=1), tmp_path, LASTGASP_WARM="off").ok
     assert differences(calm / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.full
+def test_what_the_script_sets_is_known_from_the_first_call(tmp_path: Path) -> None:
+    """An optimizer that is made outside has trained: what it holds at the second call is nothing that the script set.
+
+    Two trainings save into one directory, where other settings would be those of another trial.
+    """
+    done, _, found = retried("folds", tmp_path)
+    assert [i.ending for i in found] == ["in_place", "nothing_to_save"], done.output[-6000:]
+    assert "not as the script sets it" not in done.output
+    assert ".unfit" not in done.output

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp_lightning import again
 from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.metrics import unsaved
@@ -118,12 +119,13 @@ def test_a_trainer_is_renewed_and_its_next_fit_is_that_of_a_new_one(tmp_path: Pa
     before, callbacks = look(trainer), list(trainer.callbacks)  # type: ignore[attr-defined]
     random.seed(5)
     torch.manual_seed(5)
-    kept = KeptTrainer(trainer, model)
+    kept, drawn = KeptTrainer(trainer, model), KeptRandom()
     with pytest.raises(RuntimeError, match="a collective failed"):
         trainer.fit(model, data(), data())
     trainer.strategy.model = model
     assert model.net[2].weight.grad is not None and not model.net.training and (stopping.seen, own.batches) == (2, 2)
     kept.renew(None)
+    drawn.renew()
     assert look(trainer) == before
     assert trainer.callbacks == callbacks  # type: ignore[attr-defined]
     assert [p.grad for p in model.parameters()] == [None] * 4

@@ -21,6 +21,7 @@ from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.gasp import leaving
 from lastgasp.gasp.again import INCARNATION
 from lastgasp_transformers import LastGasp, again
+from lastgasp_transformers.files import read_record
 from lastgasp_transformers.script_alone import comes_to_training, run_script_alone
 from support.train_transformers import Tokens, arguments, model, result
 
@@ -85,6 +86,30 @@ def test_train_is_entered_again_inside_of_the_same_call(
     embeddings: Any = model_.get_input_embeddings()
     assert not embeddings._forward_hooks and not hasattr(embeddings, "neftune_noise_alpha")
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_what_the_script_sets_of_its_own_optimizer_is_known_from_the_first_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has trained by the second one, with another learning rate."""
+    monkeypatch.setattr(again, "_trained", False)
+    monkeypatch.setattr(Breaks, "broken", False)
+
+    def goes_on(self: Any, error: BaseException, reset: Any, wrapped: Any) -> bool:
+        self._values.put_back()
+        reset()
+        return True
+
+    monkeypatch.setattr(EnteredFromFiles, "goes_on", goes_on)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    one = Trainer(net, arguments(str(tmp_path), "plain"), train_dataset=Tokens(24, True), eval_dataset=Tokens(8),
+                  callbacks=[Breaks(), LastGasp(recovery="auto")],
+                  optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)))  # fmt: skip
+    one.train()
+    assert Breaks.broken
+    record = read_record(tmp_path / f"checkpoint-{one.state.global_step}")
+    assert record is not None and record["as_set"]["lr of optimizer"] == 0.01
 
 
 def test_only_the_first_training_of_a_script_is_entered_again(monkeypatch: pytest.MonkeyPatch) -> None:

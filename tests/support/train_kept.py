@@ -19,7 +19,10 @@ def main() -> None:
     what, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(42)
-    train(WHAT[what], directory)
+    if what == "folds":
+        folds(directory)
+    else:
+        train(WHAT[what], directory)
 
 
 def fails(directory: Path, now: bool = True) -> None:
@@ -50,6 +53,28 @@ def splits(directory: Path) -> None:
     with (directory / "splits").open("a") as file:
         file.write(f"{sorted(part.indices)}\n")
     fit(directory, nn.Linear(4, 1), DataLoader(part, 4, shuffle=True), 8)
+
+
+def folds(directory: Path) -> None:
+    """Two trainings of objects that are made outside; a step of the first fails, and one of the second by a bug."""
+    for fold in range(2):
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        train(one_fold, directory, fold, net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4))
+
+
+def one_fold(directory: Path, fold: int, net: nn.Module, optimizer: Any, schedule: Any) -> None:
+    """Ten steps; the learning rate is another one after four."""
+    with Session.open(directory, state=TorchState(net, optimizer, schedule), every=2) as s:
+        for x in s.batches(torch.ones(10, 2, 4)):
+            fails(directory, fold == 0 and s.step == 6)
+            if fold == 1 and s.step == 6 and not (directory / "bug").exists():
+                (directory / "bug").touch()
+                raise TypeError("a bug")
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
 
 
 WHAT: dict[str, Callable[[Path], None]] = {

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import AdapterRun, cause_of, recovery_here
 from lastgasp.adapter.again import Recovery
-from lastgasp.adapter.torch import EnteredFromFiles
+from lastgasp.adapter.torch import AsSet, EnteredFromFiles
 from lastgasp_transformers.kept import KeptTrainer
 from lastgasp_transformers.script_alone import comes_to_training
 
@@ -38,12 +38,18 @@ class TrainAgain:
                 self._kept = KeptTrainer(trainer)
             except Exception as error:  # of the user's objects; it costs the recovery in place and not the job
                 why = f"what the Trainer is before train() cannot be kept ({cause_of(error)})"
+        self._as_set: AsSet | None = None
         self._entered = EnteredFromFiles(why, None if self._kept is None else self._kept.values)
         comes_to_training()
 
     def offer(self, life: AdapterRun) -> None:
         """Say how a fault may be answered, before training begins."""
         self._entered.offer(life, self._recovery, self._asked)
+
+    def set_before(self, now: AsSet) -> AsSet:
+        """What the script had set when `train` was entered first. Optimizers that are the user's have trained since."""
+        self._as_set = self._as_set or now
+        return self._as_set
 
     def meet(self) -> None:
         """In a process that has taken the place of a rank: no collective before all others are in `train`, too.

@@ -107,7 +107,7 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return call(**(given | {"resume_from_checkpoint": checkpoint}))
 
     while True:
-        run = gasp.run = Run(trainer, config, gasp.marks, given.get("trial"), again.offer)
+        run = gasp.run = Run(trainer, config, gasp.marks, given.get("trial"), again.offer, again.set_before)
         try:
             result = run.train(begin, wanted=path is True)
         except BaseException as error:

@@ -92,6 +92,7 @@ class Run:
         trainer: the Trainer; trial: of a search for hyperparameters.
         config, marks: what the user wants.
         offer: says how a fault may be answered; called before training begins.
+        set_before: from what the script sets now, what it has set before it was entered for the first time.
     """
 
     def __init__(
@@ -101,9 +102,10 @@ class Run:
         marks: adapter.MarksConfig,
         trial: Any = None,
         offer: Callable[[adapter.AdapterRun], object] = lambda _: None,
+        set_before: Callable[[shared.AsSet], shared.AsSet] = lambda now: now,
     ) -> None:
         require_supported(trainer, trial)
-        self._trainer, self._own, self._offer = trainer, config.directory, offer
+        self._trainer, self._own, self._offer, self._set_before = trainer, config.directory, offer, set_before
         data = shared.fingerprints.of_data([trainer.train_dataset])
         number = adapter.FITS.begin(self._own, trainer.model)
         self._fit = Fit(number=number, model=shared.fingerprints.of_model(trainer.model), data=data)
@@ -258,7 +260,8 @@ class Run:
 
     def _around_load_optimizer_and_scheduler(self, original: Any, checkpoint: Any) -> None:
         trainer = self._trainer
-        self._as_set = shared.AsSet({"optimizer": trainer.optimizer}, {"scheduler": trainer.lr_scheduler})
+        own = {"optimizer": trainer.optimizer}, {"scheduler": trainer.lr_scheduler}
+        self._as_set = self._set_before(shared.AsSet(*own))
         self._as_set.tell((self._record or {}).get("as_set"), self.session.note, self._trial)
         original(checkpoint)
 

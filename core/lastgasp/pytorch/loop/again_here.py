@@ -279,6 +279,8 @@ class LoopAgain(AgainHere):
         """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
         if not self.enters:
             return False
+        if isinstance(kept := self.run.entry.objects, KeptObjects):  # none in a new process
+            kept.enter(self.run.state)
         self.run.fill(cloned(self.received().checkpoint), MEMORY)  # optimizers train the very tensors they are given
         return True
 

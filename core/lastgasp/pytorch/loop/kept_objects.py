@@ -33,10 +33,18 @@ class KeptModules:
 
 
 class KeptObjects:
-    """What is known of the objects of a `train`, from the first call of its function; does not keep them alive."""
+    """What is known of the objects of a `train`, from the first call of its function; does not keep them alive.
+
+    Attributes:
+        as_set: what the script has set. Optimizers and schedulers that are made outside have trained by the next call.
+    """
 
     def __init__(self, state: TorchState) -> None:
-        self._modules = KeptModules(state.container)
+        self._modules, self.as_set = KeptModules(state.container), state.as_set
+
+    def enter(self, state: TorchState) -> None:
+        """The next call has made `state`."""
+        state.as_set = self.as_set
 
     def renew(self, state: TorchState) -> None:
         """Before the next call: `state` is that of the call that has ended."""
