@@ -1,9 +1,10 @@
-"""Copies of what `state_dict` of a scheduler returns, which are the live lists and dicts of the scheduler mostly."""
+"""Copies of what `state_dict` of a scheduler returns, and what is filled into a dict of the user's."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,3 +35,25 @@ def own_copy(value: Any) -> Any:
             found[key] = own_copy(value[key])
         return found
     return value
+
+
+def fill_in(item: dict[Any, Any], stored: dict[Any, Any]) -> None:
+    """Have a dict be as it was stored. Each tensor comes to the device of the one that was in its place."""
+    placed = {key: _placed(value, item.get(key)) for key, value in stored.items()}
+    item.clear()
+    item.update(placed)
+
+
+def _placed(stored: Any, before: Any) -> Any:
+    if isinstance(stored, Tensor):
+        return stored.to(before.device) if isinstance(before, Tensor) else stored
+    if isinstance(stored, dict) and isinstance(before, dict):
+        for key in stored:
+            stored[key] = _placed(stored[key], before.get(key))
+    elif type(stored) is type(before) and isinstance(stored, list | tuple):
+        row = [_placed(*pair) for pair in zip_longest(stored, before[: len(stored)])]
+        if isinstance(stored, list):
+            stored[:] = row
+        elif type(stored) is tuple:
+            return tuple(row)
+    return stored

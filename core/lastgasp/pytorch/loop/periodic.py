@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,29 +15,43 @@ from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
+from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.session import Session as Engine
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
 
 
-def together(engine: Engine, tag: str, own: bytes, config: GaspConfig) -> list[bytes] | None:
+JOINED = 30.0
+"""Seconds to wait for the others under torch's `Join`, where a rank that has no data left makes no more steps."""
+
+
+def together(
+    engine: Engine, tag: str, own: bytes, config: GaspConfig, patience: float | None = None
+) -> list[bytes] | None:
     """What all ranks have of a periodic checkpoint; None, with a line in the log, where they do not come together.
 
     One that is much slower than the others (it evaluates, or its disk is slow) costs a checkpoint, not the job.
     """
     try:
-        return engine.gather(tag, own, max(GATHER_TIMEOUT, config.save_timeout))
+        return engine.gather(tag, own, patience or max(GATHER_TIMEOUT, config.save_timeout))
     except (ControlError, DeadlineExceeded) as error:
         log.error("no checkpoint of this step (%s): training continues; older ones remain", error)
         return None
 
 
 class Periodic:
-    """Writes periodic checkpoints. All ranks call `save` after the same step."""
+    """Writes periodic checkpoints. All ranks call `save` after the same step.
 
-    def __init__(self, engine: Engine, writer: ManifestWriter, config: GaspConfig, fit: int) -> None:
+    Args:
+        models: those that are trained. Under `Join` ranks may have different numbers of steps; none is written then.
+    """
+
+    def __init__(
+        self, engine: Engine, writer: ManifestWriter, config: GaspConfig, fit: int, models: Iterable[Any] = ()
+    ) -> None:
         self._engine, self._writer, self._config, self._fit = engine, writer, config, fit
+        self._models, self._uneven = list(filter(None, map(ddp_of, models))), False
 
     def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:
         """Gather the auxiliary states; write, on rank 0. A failing disk does not end training.
@@ -48,8 +62,15 @@ class Periodic:
 
         """
         engine, rank = self._engine, self._writer.place.rank
+        joined = any(model._join_config.enable for model in self._models)
+        if joined and self._uneven:
+            return
         engine.progress("save")
-        found = together(engine, f"loop/save/{step}", own, self._config)
+        found = together(engine, f"loop/save/{step}", own, self._config, JOINED if joined else None)
+        if joined and found is None:
+            self._uneven = True
+            engine.note("under torch's Join the ranks have come to different numbers of steps: no periodic "
+                        "checkpoints are written from now on")  # fmt: skip
         if rank == 0 and found is not None:
             self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
         else:

@@ -24,7 +24,7 @@ from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
-from lastgasp.pytorch.owncopy import own_copy
+from lastgasp.pytorch.owncopy import fill_in, own_copy
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.pytorch.zero import is_zero
@@ -437,8 +437,7 @@ def _state_of(item: Any) -> Any:
 
 def _fill(item: Any, stored: Any) -> None:
     if isinstance(item, dict):
-        item.clear()
-        item.update(stored)
+        fill_in(item, stored)
     else:
         item.load_state_dict(stored)
 
