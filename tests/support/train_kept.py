@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lastgasp.pytorch import Session, TorchState, train
+
+torch.manual_seed(1)
+OUTSIDE = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+"""What functions train that make none."""
 
 
 def main() -> None:
@@ -38,7 +44,8 @@ def fit(directory: Path, net: nn.Module, data: Any, at: int, **more: Any) -> Non
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Session.open(directory, state=TorchState(net, optimizer), **more) as s:
         for _ in s.epochs(3):
-            for (x,) in s.batches(data):
+            for batch in s.batches(data):
+                x = batch if torch.is_tensor(batch) else batch[0]
                 fails(directory, s.step == at)
                 optimizer.zero_grad()
                 net(x).square().mean().backward()
@@ -77,7 +84,35 @@ def one_fold(directory: Path, fold: int, net: nn.Module, optimizer: Any, schedul
             schedule.step()
 
 
+def hooks(directory: Path) -> None:
+    """Its model is made outside, and doubles what its first layer gives."""
+    OUTSIDE[0].register_forward_hook(lambda module, given, found: 2 * found)
+    fit(directory, OUTSIDE, [torch.ones(1, 4)] * 4, 5)
+
+
+def freezes(directory: Path) -> None:
+    """DDP is made with everything trained; the first layer is frozen then, up to the second epoch."""
+    dist.init_process_group("gloo")
+    rank, net = dist.get_rank(), OUTSIDE
+    model = DistributedDataParallel(net)
+    net[0].requires_grad_(False)
+    data = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(rank))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Session.open(directory, state=TorchState(model, optimizer)) as s:
+        for epoch in s.epochs(2):
+            net[0].requires_grad_(epoch > 0)
+            for x in s.batches(data):
+                fails(directory, rank == 1 and s.step == 4)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    torch.save(net.state_dict(), directory / f"final-{rank}.pt")
+    dist.destroy_process_group()
+
+
 WHAT: dict[str, Callable[[Path], None]] = {
+    "freezes": freezes,
+    "hooks": hooks,
     "splits": splits,
 }
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.errors import ControlError, UsageError
 from lastgasp.gasp.again import Again
@@ -19,9 +23,11 @@ from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop import again, again_here, kept_random
 from lastgasp.pytorch.loop.again import Entry
 from lastgasp.pytorch.loop.again_here import LoopAgain
+from lastgasp.pytorch.loop.kept_hooks import KeptHooks, next_hook
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.memory import Held, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
+from lastgasp.pytorch.owncopy import fill_in
 
 
 def test_a_copy_is_equal_and_nobody_elses() -> None:
@@ -42,13 +48,24 @@ def test_a_copy_is_equal_and_nobody_elses() -> None:
     assert (before["seen"], found["pair"]) == ({"a"}, (1, {2: 3})) and "weight" in before["model"]
 
 
+def test_tensors_in_extra_come_back_to_the_device_that_they_were_on() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    nested = {"rows": [there, 1], "pair": (there, here)}
+    item: dict[str, Any] = {"center": there, "own": here, "nested": nested, "old": 1}
+    fill_in(item, {"center": here, "own": here, "nested": {"rows": [here, 2, here], "pair": (here, here)}, "new": here})
+    assert list(item) == ["center", "own", "nested", "new"]
+    rows, pair = item["nested"]["rows"], item["nested"]["pair"]
+    found = [item["center"], item["own"], rows[0], rows[2], *pair, item["new"]]
+    assert [one.device.type for one in found] == ["meta", "cpu", "meta", "cpu", "meta", "cpu", "cpu"] and rows[1] == 2
+
+
 def test_kept_objects_enter_the_next_call_without_what_a_broken_step_has_left() -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2).eval()
     net = nn.Sequential(first, nn.Dropout(), last)
     last.bias.requires_grad_(False)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     state = TorchState(net, optimizer, scaler=scaler)
-    objects = KeptObjects(state)
+    objects = KeptObjects(state, next_hook())
     _broken_off(net, optimizer, scaler)
     objects.renew(state)
     assert [p.grad for p in net.parameters()] == [None] * 4
@@ -74,6 +91,79 @@ def _broken_off(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.
 
 def _raise(*_: object) -> None:
     raise OSError("cut")
+
+
+def test_hooks_that_each_call_registers_are_there_once() -> None:
+    def registers(net: nn.Linear, optimizer: Any) -> None:
+        net.register_forward_hook(lambda *_: None)
+        net.weight.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]
+        optimizer.register_step_pre_hook(lambda *_: None)
+
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.register_forward_pre_hook(lambda *_: None)
+    registers(net, optimizer)  # by the script
+    since, made = next_hook(), nn.utils.spectral_norm(nn.Linear(2, 2))  # by the first call, which keeps it
+    registers(net, optimizer)
+    kept = KeptHooks([net, net.weight, made, optimizer], since)
+    for _ in range(2):
+        kept.call()
+        registers(net, optimizer)
+        assert not kept.enter()
+        assert (len(net._forward_hooks), len(net._forward_pre_hooks), len(made._forward_pre_hooks)) == (2, 1, 1)
+        assert len(optimizer._optimizer_step_pre_hooks) == 2
+        net.zero_grad()
+        net.weight.sum().backward()  # type: ignore[no-untyped-call]
+        assert net.weight.grad is not None and float(net.weight.grad.max()) == 4.0
+
+
+def test_hooks_of_which_nobody_knows_whether_they_count_twice() -> None:
+    net = nn.Linear(2, 2)
+    kept = KeptHooks([net], next_hook())
+    net.register_forward_hook(lambda *_: None)  # while the loop ran
+    kept.call()
+    assert kept.enter()
+    kept.call()
+    for _ in range(2):
+        net.register_forward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="has 1 hooks of the call before and 2 of this one"):
+        kept.enter()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_frozen_behind_ddp_is_known_to_the_next_ddp() -> None:
+    """It averages what is trained when it is made, and the loop may unfreeze it in a later epoch."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = TorchState(DistributedDataParallel(net))
+    net[0].requires_grad_(False)
+    kept = KeptObjects(state, next_hook())
+    kept.renew(state)
+    assert all(p.requires_grad for p in net.parameters())
+    kept.enter(TorchState(DistributedDataParallel(net)), _no_note)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_ddp_that_averages_less_than_in_the_first_call_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    state = TorchState(DistributedDataParallel(net))
+    net[1].requires_grad_(False)
+    kept = KeptObjects(state, next_hook())
+    kept.renew(state)
+    with pytest.raises(UsageError, match=r"averages \[2\] gradients, and \[4\] when"):
+        kept.enter(TorchState(DistributedDataParallel(net)), _no_note)
+
+
+def _no_note(text: str) -> None:
+    raise AssertionError(text)
 
 
 def test_no_other_session_takes_what_the_next_call_is_to_begin_with() -> None:

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers
+from lastgasp.pytorch import TorchState
+from lastgasp.pytorch.loop.kept_hooks import next_hook
+from lastgasp.pytorch.loop.kept_objects import KeptObjects
+from lastgasp.pytorch.loop.not_saved import NotSaved
+from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
 from lastgasp.pytorch.uservalues import Root
 
 
@@ -50,6 +55,28 @@ def test_what_has_changed_is_named(name: str) -> None:
     assert unsaved.note() == ""
     CHANGES[name](module["model"][0])
     assert f"beside their state: model.0.{name}. No checkpoint" in unsaved.note()
+
+
+def test_what_changed_before_a_recovery_in_place_is_named_after_it() -> None:
+    """Of a model that is made outside of the function; one that is made anew begins anew."""
+    net, other = Keeps(), Keeps()
+    state = TorchState(net)
+    kept = KeptObjects(state, next_hook())
+    assert NotSaved(state, kept).notes() == []
+    net.rate = other.rate = 0.5
+    for _ in range(2):
+        [note] = NotSaved(TorchState(net), kept).notes()
+        assert "rate" in note
+    assert NotSaved(TorchState(other), kept).notes() == []
+
+
+def test_the_state_of_a_communication_hook_is_named() -> None:
+    model = nn.Linear(1, 1)
+    assert note_on_hooks([None, model]) == ""
+    model._comm_hooks = [(len, None)]  # type: ignore[assignment]
+    assert note_on_hooks([model]) == ""
+    model._comm_hooks = [(len, powerSGD_hook.PowerSGDState(None))]  # type: ignore[assignment]
+    assert "DDP's communication hook (PowerSGDState) is in no checkpoint" in note_on_hooks([model])
 
 
 def test_what_is_saved_or_nobodys_is_not() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -26,6 +27,7 @@ _NAMED = 4
 """Values that are named."""
 _BYTES = 16 << 20
 """Larger tensors are not looked at."""
+Values = tuple[dict[str, bytes], dict[str, bytes]]
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
@@ -44,6 +46,15 @@ class Unsaved:
     def __init__(self, module: nn.Module, roots: Iterable[Root] | None = None, saved: str = "get_extra_state") -> None:
         self._module, self._roots, self._saved = module, None if roots is None else list(roots), saved
         self._before, self._modules_before = dict(self._values()), self._held_modules()
+
+    def since(self, earlier: Values | None, places: tuple[str, ...] = ("",)) -> Values:
+        """Compare with what `earlier` has of the objects at these places, which have trained since.
+
+        Returns what is compared with, for the next time.
+        """
+        for now, then in zip((self._before, self._modules_before), earlier or (), strict=False):
+            now.update({name: value for name, value in then.items() if name.startswith(places)})
+        return self._before, self._modules_before
 
     def note(self, held: Collection[str] = ()) -> str:
         """What to note on a checkpoint; empty where nothing has changed. Any thread may ask; never raises.
@@ -158,6 +169,20 @@ class UnsavedOptimizers:
             yield from _known(type(one).__name__, own | {n: _changes_of(v) for n, v in inner.items()
                                                          if v is not inside(one) and v.state is not one.state}
                               )  # fmt: skip
+
+
+def note_on_hooks(models: Iterable[Any]) -> str:
+    """What to note where DDP averages gradients by hooks with a state of their own; empty where none has one.
+
+    Args:
+        models: DDP wrappers, and what is none.
+    """
+    hooks = [hook for model in models for hook in getattr(model, "_comm_hooks", ())]
+    states = {type(state).__name__ for _, state in hooks if not isinstance(state, dist.ProcessGroup | None)}
+    return (
+        f"the state of DDP's communication hook ({', '.join(sorted(states))}) is in no checkpoint: a resumed run "
+        "begins with a new one, without what it has gathered (errors that are fed back, steps that were counted)"
+    ) if states else ""  # fmt: skip
 
 
 _OPTIMIZER = ("defaults", "state", "param_groups")

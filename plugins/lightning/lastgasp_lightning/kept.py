@@ -41,12 +41,14 @@ class KeptTrainer:
         values: what the user's objects keep, from the end of one entry to the boundary in the next.
         began: how that was when the fit began for the first time, and before its first step.
         places: where it was when the hooks of the last entry's start had run.
+        begun: what objects kept beside their state before they were trained (`Unsaved.since`).
     """
 
     def __init__(self, trainer: Any, model: Any) -> None:
         self.values: UserValues | None = None
         self.began: tuple[Began, Began] | None = None
         self.places = Places()
+        self.begun: Any = None
         self.trainer, self._module = trainer, model
         sharded = is_sharded_by(trainer.strategy)
         self._modes, self._parts = KeptModules(model), KeptParts(model) if sharded else None

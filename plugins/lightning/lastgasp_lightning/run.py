@@ -45,6 +45,7 @@ from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.faults import kind_of
+from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.loggers import LogRecord
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
@@ -206,6 +207,8 @@ class LightningRun(Training):
             source.carried = self.carried.written
         life.on_close(before_calls(self.trainer.fit_loop, "on_advance_start", self.carried.starts))
         source.present, self.unsaved = self.selector.present, unsaved_of(self.trainer)
+        if self.entry is not None and isinstance(kept := self.entry.objects, KeptTrainer):
+            kept.begun = self.unsaved.since(kept.begun)
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers, sharded=self.shards is not None)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0

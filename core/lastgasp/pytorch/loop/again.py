@@ -23,6 +23,7 @@ from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups, forget_accelerate
 from lastgasp.pytorch.handover import hand_over
 from lastgasp.pytorch.loop import joining
+from lastgasp.pytorch.loop.kept_hooks import next_hook
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp.pytorch.loop.memory import Held, Memory
 
@@ -54,7 +55,7 @@ class Entry:
         sessions: opened in this call; only the first one is known to be that of the call before.
         end: ends an open session as its `with` block would, where the function has none.
         objects: of the first session of the first call.
-        random: as it is at the first call.
+        random: as it is at the first call; hooks: the number of the first one that it could register.
         first: no other training has begun in this process before.
         given: iterators that this call of the function has taken its data from; earlier: those of the call before. The
             iterators themselves are had by a call.
@@ -65,7 +66,7 @@ class Entry:
         self.again, self.sessions = False, 0
         self.end: Callable[[BaseException], object] | None = None
         self.objects: Renewed | None = None
-        self.random = KeptRandom()
+        self.random, self.hooks = KeptRandom(), next_hook()
         self.given, self.earlier = list[Callable[[], Any]](), list[Callable[[], Any]]()
 
     def take(self) -> Held | None:

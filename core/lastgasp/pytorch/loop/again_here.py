@@ -275,12 +275,19 @@ class AgainHere:
 class LoopAgain(AgainHere):
     """Of a custom loop's run."""
 
+    @property
+    def kept(self) -> KeptObjects | None:
+        """What is known of the objects from the first call, if this is the session that is entered again."""
+        entry = self.run.entry
+        found = entry.objects if entry is not None and entry.sessions == 1 else None
+        return found if isinstance(found, KeptObjects) else None
+
     def fill(self) -> bool:
         """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
         if not self.enters:
             return False
-        if isinstance(kept := self.run.entry.objects, KeptObjects):  # none in a new process
-            kept.enter(self.run.state)
+        if self.kept is not None:  # as in a new process
+            self.kept.enter(self.run.state, self.run.engine.note)
         self.run.fill(cloned(self.received().checkpoint), MEMORY)  # optimizers train the very tensors they are given
         return True
 
@@ -295,7 +302,7 @@ class LoopAgain(AgainHere):
 
     def objects(self) -> Renewed:
         """What the user has made outside of the function."""
-        return KeptObjects(self.run.state)
+        return KeptObjects(self.run.state, self.run.entry.hooks)
 
     def target(self) -> Callable[[int], Path]:
         """As of any gasp of the loop."""
@@ -307,9 +314,14 @@ class LoopAgain(AgainHere):
         return self.run.state.elastic is not None
 
     def ready(self) -> None:
-        """As in the base; the incident gets the digest of all samples that were used before it."""
+        """As in the base; the incident gets the digest of all samples that were used before it.
+
+        A periodic checkpoint of this step may have been cut short; ranks do not know it alike, so all save the next.
+        """
         elastic, enters = self.run.state.elastic, self.enters
         super().ready()
+        if enters and self.run.every and self.run.step % self.run.every == 0:
+            self.run.want_save()
         if elastic is not None and enters and self.run.place.rank == 0:
             self.run.engine.note(elastic.told)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers
+from lastgasp.pytorch.loop.kept_objects import KeptObjects
+from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
 
 
 class NotSaved:
@@ -12,13 +14,17 @@ class NotSaved:
 
     Args:
         state: the user's, filled.
+        kept: of a training that may be entered again.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, kept: KeptObjects | None = None) -> None:
         modules = state.container if state.engine is None else state.engine.module  # an engine's own counters are saved
         self._modules, self._data = Unsaved(modules), UnsavedData()
+        if kept is not None:
+            kept.begun = self._modules.since(kept.begun, kept.same(state))
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), sharded=state.sharded)
         self._loaders: list[object] = []
+        self._hooks = note_on_hooks(map(ddp_of, state.models.values()))
 
     def takes(self, loader: object) -> None:
         """A pass over `loader` begins; what begins behind the first step (an evaluation) is not looked at."""
@@ -33,4 +39,5 @@ class NotSaved:
 
     def notes(self) -> list[str]:
         """What a resumed run lacks. Any thread may ask."""
-        return [note for note in (self._modules.note(), self._data.note(), self._optimizers.note()) if note]
+        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks
+        return [note for note in found if note]

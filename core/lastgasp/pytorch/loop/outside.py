@@ -166,15 +166,20 @@ class Unreduced:
 
 def _unreduced(model: DistributedDataParallel) -> int:
     """How many parameters are trained that DDP does not know of."""
-    data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    known = data.get("num_parameter_tensors")
-    trained = sum(p.requires_grad for name, p in model.module.named_parameters() if name not in _ignored(model))
-    return max(0, trained - known) if isinstance(known, int) else 0
+    known = averaged_by(model)
+    return 0 if known is None else max(0, sum(p.requires_grad for p in known_to(model)) - known)
 
 
-def _ignored(model: DistributedDataParallel) -> Iterable[str]:
-    found: Iterable[str] = getattr(model, "parameters_to_ignore", ())
-    return found
+def averaged_by(model: DistributedDataParallel) -> int | None:
+    """How many parameters were trained when DDP was made, which averages their gradients; None where it is not said."""
+    found = model._get_ddp_logging_data().get("num_parameter_tensors")  # type: ignore[no-untyped-call]
+    return found if isinstance(found, int) else None
+
+
+def known_to(model: DistributedDataParallel) -> list[Tensor]:
+    """The parameters that DDP looks at, whether they are trained or not."""
+    ignored: Iterable[str] = getattr(model, "parameters_to_ignore", ())
+    return [p for name, p in model.module.named_parameters() if name not in ignored]
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

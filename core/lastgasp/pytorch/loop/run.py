@@ -66,7 +66,7 @@ class Run:
         how: a fault may be answered in place, and which steps of a sharded model are copied.
 
     Attributes:
-        step: completed steps.
+        step: completed steps; every: steps between periodic checkpoints.
         shards: what there is to do about a sharded model; None for any other.
         resumed: the checkpoint that was loaded; None at a start from scratch.
         life: connects, begins, ends; engine: its session.
@@ -75,7 +75,7 @@ class Run:
     def __init__(
         self, state: TorchState, config: GaspConfig, marks: MarksConfig, every: int, how: tuple[Recovery, ArenaMode]
     ) -> None:
-        self.state, self.config, self._every = state, config, every
+        self.state, self.config, self.every = state, config, every
         self.recovery: Recovery = how[0]
         self.place = place_of(state.groups)
         self.rank, self.step = self.place.rank, 0
@@ -125,7 +125,7 @@ class Run:
             lambda step: files.gasp_path(config.directory, step, self.fit.number), files.LAYOUT,
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
         )  # fmt: skip
-        self._periodic = Periodic(self.engine, writer, config, self.fit.number)
+        self._periodic = Periodic(self.engine, writer, config, self.fit.number, state.models.values())
         self._again_here = again_here(self, partial(make, backend=self.engine.backend), writer, held)
         try:
             self._start()
@@ -155,7 +155,7 @@ class Run:
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
-        self.not_saved = NotSaved(state)
+        self.not_saved = NotSaved(state, self._again_here.kept)
         self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
@@ -275,7 +275,7 @@ class Run:
         """`step` is complete: capture it; write a checkpoint if one is due."""
         if self.update.has_copy:
             self.engine.before_update()  # the gate: from the copy to the live state
-        due = self._wanted or (self._every > 0 and step // self._every > self.step // self._every)
+        due = self._wanted or (self.every > 0 and step // self.every > self.step // self.every)
         self._capture(step, due)
         self.marks.step_end(step)
         if due:
