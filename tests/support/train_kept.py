@@ -94,7 +94,7 @@ def freezes(directory: Path) -> None:
     """DDP is made with everything trained; the first layer is frozen then, up to the second epoch."""
     dist.init_process_group("gloo")
     rank, net = dist.get_rank(), OUTSIDE
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, find_unused_parameters=True)
     net[0].requires_grad_(False)
     data = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
