@@ -6,6 +6,7 @@ import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,6 +261,18 @@ def test_copies_are_made_only_where_the_host_has_room_for_those_of_all_its_ranks
     monkeypatch.setattr(again_here, "available", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (here._no_room() == "") == fits
+
+
+@pytest.mark.parametrize(("every", "step", "saves"), [(4, 8, True), (4, 7, False), (0, 8, False)])
+def test_a_periodic_save_that_a_fault_may_have_cut_short_is_made_up(every: int, step: int, saves: bool) -> None:
+    asked: list[bool] = []
+    here: Any = LoopAgain.__new__(LoopAgain)
+    here._held, here._memory = "what is begun with", None
+    here.run = SimpleNamespace(
+        state=SimpleNamespace(elastic=None), every=every, step=step, want_save=lambda: asked.append(True)
+    )
+    here.ready()
+    assert bool(asked) == saves
 
 
 def test_an_iterator_that_was_made_outside_cannot_begin_again() -> None:
