@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ class Record:
 
     n: int = 0
     seen: Any = field(default_factory=list)
+
+
+class Kind(Enum):
+    """What is written nowhere."""
+
+    ONE = 1
+    OTHER = 2
 
 
 class Script:
@@ -85,6 +93,7 @@ _LEAVES: list[Callable[..., Any]] = [
     lambda s, new: torch.full((2,), float(s.random.randrange(2)), requires_grad=s.random.random() < 0.3),
     lambda s, new: np.full(2, s.random.randrange(2)),
     lambda s, new: iter(()) if s.odd and s.random.random() < 0.03 else 1,
+    lambda s, new: s.random.choice([*Kind]) if s.odd and s.random.random() < 0.1 else 2,
 ]
 _CONTAINERS: list[Callable[..., Any]] = [
     lambda s, new: [new() for _ in range(s.random.randrange(4))],
@@ -147,7 +156,7 @@ def form_of(*values: Any) -> Any:
         if isinstance(one, tuple):
             return ("tuple", [look(part) for part in one])
         if not isinstance(one, _CHANGE | Holder):
-            return (type(one).__name__, one if isinstance(one, int | float | str) else "")
+            return (type(one).__name__, one if isinstance(one, int | float | str | Enum) else "")
         if id(one) in numbers:
             return numbers[id(one)]
         numbers[id(one)] = len(numbers)

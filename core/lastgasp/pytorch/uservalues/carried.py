@@ -22,6 +22,7 @@ from lastgasp.pytorch.uservalues.keeper import UserValues
 from lastgasp.pytorch.uservalues.kinds import put_attributes
 from lastgasp.pytorch.uservalues.places import Common, Name, Places, Root
 from lastgasp.pytorch.uservalues.portable import can_be_made, decode, encode
+from lastgasp.pytorch.uservalues.telling import Told, told
 
 LIMIT = 4 << 20
 """Bytes of one rank, at most; all ranks have no more than `TOTAL`, since one of them writes the values of all."""
@@ -63,17 +64,19 @@ class Began:
     """How the values were at one moment: when a fit began, before anything was restored; before its first step.
 
     Attributes:
-        digests: by object and attribute; None where it cannot be written. places: of all that was there.
+        digests: by object and attribute; None where it cannot be written. told: of those.
+        places: of all that was there.
     """
 
     digests: dict[str, dict[str, bytes | None]] = field(default_factory=dict)
+    told: dict[Name, Told] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
 
     @classmethod
     def of(cls, roots: Iterable[Root], known: Iterable[object]) -> Began:
         """As they are now. Never raises."""
         left_out, began = {id(one) for one in known}, cls()
-        here = list(roots)
+        here, unwritten, written = list(roots), dict[Name, Any](), list[Any]()
         names = [root.name for root in here]
         for root in here:
             if names.count(root.name) > 1:  # which is which is not known in the next process
@@ -84,9 +87,14 @@ class Began:
                 continue
             found = began.digests.setdefault(root.name, {})
             for name, value in own.items():
-                data = _encoded(value, content_of, left_out)[0]
+                data, objects = _encoded(value, content_of, left_out)
                 found[name] = None if data is None else _digest(data)
+                written += objects
+                if data is None:
+                    unwritten[root.name, name] = value
                 began.places.look((root.name, name), value, content_of, left_out)
+        apart = left_out | set(map(id, written))
+        began.told.update((name, told(value, content_of, apart, LIMIT)) for name, value in unwritten.items())
         return began
 
 
@@ -128,26 +136,34 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
     contents, left_out = _at_boundary(values, large), {id(one) for one in values.left_out}
     own, now = dict[Name, _Own](), Places()
     lost, carried = set[Name](), set[Name]()
+    unwritten, written = dict[Name, Any](), list[Any]()
     for root in values.roots:
         place, present = root.name, contents(root.value, kinds.OBJECT)
         if place not in began.digests or place not in start.digests:  # it saves itself, or was added since
             first, before = None, dict[str, bytes | None]()
         else:
             first, before = began.digests[place], start.digests[place]
-        lost |= {(place, name) for name in before.keys() - present.keys() if before[name] is not None}
+        lost |= {(place, name) for name in before.keys() - present.keys()}
         for name, value in present.items():
             here = (place, name)
             now.look(here, value, contents, left_out)
-            was, then = first.get(name, _ABSENT) if first is not None else None, before.get(name, _ABSENT)
-            if was is None or then is None:
+            if first is None:
+                continue
+            was, then = first.get(name, _ABSENT), before.get(name, _ABSENT)
+            if then is None:
+                unwritten[here] = value
                 continue
             data, objects = _encoded(value, contents, left_out)
-            if data is None:
-                lost.add(here)
+            written += objects
+            if data is None or was is None:
+                if data is None or _digest(data) != then:
+                    lost.add(here)
                 continue
             own[here] = _Own(was, data, objects)
             if _digest(data) != then:
                 carried.add(here)
+    apart = left_out | set(map(id, written))
+    lost |= {name for name, value in unwritten.items() if start.told[name] != told(value, contents, apart, LIMIT)}
     common = Common(began.places, start.places, now, own.keys())
     if why := next(filter(None, (one.changed() for one in large)), ""):  # while it was written
         return _OfRank(_VERSION, why=_short(why))
@@ -165,25 +181,25 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
             one.began, one.data, {i: [list(path) for path in paths] for i, paths in kept.items() if paths},
             {i: tag for i, tag in shared.items() if tag},
         )  # fmt: skip
-    together = [sorted(map(".".join, group)) for group in common.groups(carried)]
+    together = [sorted(map(".".join, group)) for group in common.groups(carried, unwritten)]
     return _OfRank(_VERSION, found, sorted(f"{place}.{name}" for place, name in lost), "", sorted(together))
 
 
 def _at_boundary(values: UserValues, large: list[Big]) -> Callable[[Any, str], Any]:
     """What was in a value at the last boundary. Those too large to have been copied are added to `large`."""
-    index: dict[int, Any] = {}
+    index: dict[tuple[int, str], Any] = {}
     for row in values.rows:
         if isinstance(row.content, Long):
             for inner in row.content.rows:
-                index.setdefault(id(inner.value), inner.content)
-        index.setdefault(id(row.value), row.content)
+                index.setdefault((id(inner.value), inner.kind), inner.content)
+        index.setdefault((id(row.value), row.kind), row.content)
 
     def contents(value: Any, kind: str) -> Any:
         big = values.big.get(id(value))
-        if big is not None and big.found() is value and id(value) not in index and in_host_memory(value):
+        if big is not None and big.found() is value and (id(value), kind) not in index and in_host_memory(value):
             large.append(big)
             return content_of(value, kind)
-        content = index[id(value)]
+        content = index[id(value), kind]
         return content.items if isinstance(content, Long) else content
 
     return contents
@@ -240,13 +256,12 @@ class Carried:
     def _refuse_together(self, refused: dict[str, str]) -> None:
         """What has something in common with what is refused is so, too: it would be two things. On all ranks alike."""
         groups = [group for one in self._ranks.values() for group in one.together]
-        names = {name for one in self._ranks.values() for place in one.values for name in _names(place, one)}
         more = True
         while more:
             more = False
             for group in groups:
                 first = next((name for name in group if name in refused), None)
-                for name in names.intersection(group) - refused.keys() if first is not None else ():
+                for name in set(group) - refused.keys() if first is not None else ():
                     refused[name], more = f"it has something in common with {first}", True
                     self._refuse_all_beside(name, refused)
 
@@ -258,8 +273,8 @@ class Carried:
 
     @property
     def any(self) -> bool:
-        """Whether there is a value to restore."""
-        return any(one.values for one in self._ranks.values())
+        """Whether there is a value to restore, or one to name."""
+        return any(one.values or one.lost for one in self._ranks.values())
 
     @property
     def names(self) -> frozenset[str]:

@@ -143,12 +143,12 @@ class Common:
         paths = self._now.paths(value)
         return min(map(repr, paths)) if _is_numbers(value) and len(names(paths)) > 1 else ""
 
-    def groups(self, carried: set[Name]) -> Iterator[set[Name]]:
-        """Attributes that have something in common, or had when the fit began."""
+    def groups(self, carried: set[Name], unwritten: Collection[Name]) -> Iterator[set[Name]]:
+        """Attributes that have something in common, or had when the fit began; unwritten: those stay as they are."""
         for one in (*self._shared, *self._began.shared()):
             its = names(self._now.paths(one)) | names(self.kept(one, carried))
-            if len(its & carried) > 1:
-                yield its & carried
+            if its & carried and len(group := its & carried.union(unwritten)) > 1:
+                yield group
 
 
 def names(paths: Iterable[Path]) -> set[Name]:

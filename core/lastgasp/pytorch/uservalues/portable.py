@@ -33,7 +33,7 @@ _FACTORIES = {f"builtins.{one.__name__}": one for one in (int, float, list, dict
 _CONTAINERS = (kinds.LIST, kinds.DICT, kinds.SET, kinds.DEQUE, kinds.TUPLE)
 _NUMBERS = (kinds.TENSOR, kinds.NDARRAY)
 _NUMBERS_MADE = {"torch.Tensor", "numpy.ndarray"}
-_RANDOM = (kinds.GENERATOR, kinds.RANDOM, kinds.NUMPY_RANDOM)
+RANDOM = (kinds.GENERATOR, kinds.RANDOM, kinds.NUMPY_RANDOM)
 
 
 class NotPortable(Exception):
@@ -112,7 +112,7 @@ class _Writer:
         name = f"{cls.__module__}.{cls.__qualname__}"
         if kind in _NUMBERS:
             return [kind, name, *self._numbers(value, kind)]
-        if kind in _RANDOM:
+        if kind in RANDOM:
             return [kind, name, encode(self._contents(value, kind), content_of)[0]]
         if kind not in _CONTAINERS and kind is not kinds.OBJECT:
             raise NotPortable(f"it has a {cls.__name__}")
@@ -211,7 +211,7 @@ class _Reader:
             self.done[place] = found = self._numbers(kind, name, there, content, *more)
         elif kind == kinds.TUPLE:
             self.done[place] = found = self._tuple(name, there, content)
-        elif kind in _RANDOM:
+        elif kind in RANDOM:
             self.done[place] = found = _needed(there, name)
             state, fill, _ = decode(content, self._device, {})
             fill()
