@@ -41,11 +41,12 @@ class Script:
 
     Attributes:
         holders: of attributes. outside: what a script has in its module, and some attributes begin with.
+        weight: restored elsewhere.
     """
 
     def __init__(self, seed: int, odd: bool = True) -> None:
         self.random, self.odd = random.Random(seed), odd
-        zero, none = torch.zeros(()), list[Any]()
+        zero, none, self.weight = torch.zeros(()), list[Any](), torch.zeros(2)
         self.outside: list[Any] = [zero, none, np.zeros(2), {"x": zero}]
         self.holders: list[Any] = [Holder(), Holder()]
         pool = [*self.outside]
@@ -56,6 +57,10 @@ class Script:
     def value(self, pool: list[Any], deep: int) -> Any:
         """Something new, or something that is elsewhere, too."""
         draw = self.random
+        if self.odd and draw.random() < 0.05:
+            numbers = [one for one in pool if isinstance(one, Tensor | np.ndarray)]
+            pool.append(_view(draw.choice([self.weight, self.weight, *numbers])))
+            return pool[-1]
         if pool and draw.random() < 0.35:
             return draw.choice(pool)
         kinds = _LEAVES if deep > 2 or draw.random() < 0.4 else _CONTAINERS
@@ -76,10 +81,16 @@ class Script:
         self.random = draw = random.Random(seed)
         for _ in range(draw.randrange(1, 9)):
             pool = _all(vars(one) for one in self.holders)
+            self.weight += self.odd  # in place
             if draw.random() < 0.4 or not pool:
                 setattr(draw.choice(self.holders), draw.choice(NAMES), self.value(pool, draw.randrange(3)))
             else:
                 _change(draw.choice(pool), draw, lambda pool=pool: self.value(pool, 1))  # type: ignore[misc]
+
+
+def _view(value: Any) -> Any:
+    value = value.detach() if isinstance(value, Tensor) else value
+    return value[-1:] if value.ndim else value
 
 
 def _default() -> float:
@@ -151,6 +162,7 @@ _CHANGE: Any = Tensor | np.ndarray | dict | list | deque | set | Record
 def form_of(*values: Any) -> Any:
     """What is in values, and which of it is one thing: two are equal if nobody can tell them apart."""
     numbers: dict[int, int] = {}
+    seen: list[tuple[Any, list[Any]]] = []
 
     def look(one: Any) -> Any:
         if isinstance(one, tuple):
@@ -161,10 +173,9 @@ def form_of(*values: Any) -> Any:
             return numbers[id(one)]
         numbers[id(one)] = len(numbers)
         kind = type(one).__name__
-        if isinstance(one, Tensor):
-            return (kind, str(one.dtype), one.requires_grad, one.tolist())
-        if isinstance(one, np.ndarray):
-            return (kind, str(one.dtype), one.tolist())
+        if isinstance(one, Tensor | np.ndarray):
+            seen.append((one, [kind, str(one.dtype), getattr(one, "requires_grad", None), one.tolist()]))
+            return seen[-1][1]
         if isinstance(one, Record | Holder):
             return (kind, [(name, look(part)) for name, part in sorted(vars(one).items())])
         if isinstance(one, dict):
@@ -173,4 +184,14 @@ def form_of(*values: Any) -> Any:
             return (kind, sorted(map(repr, one)))
         return (kind, getattr(one, "maxlen", None), [look(part) for part in one])
 
-    return [look(value) for value in values]
+    found = [look(value) for value in values]
+    for i, (one, form) in enumerate(seen):
+        start = _start(one)
+        parts = [(j, start - _start(other)) for j, (other, _) in enumerate(seen[:i])
+                 if max(start, _start(other)) < min(start + one.nbytes, _start(other) + other.nbytes)]  # fmt: skip
+        form.append(parts)
+    return found
+
+
+def _start(value: Any) -> int:
+    return int(value.data_ptr() if isinstance(value, Tensor) else value.ctypes.data)

@@ -131,18 +131,19 @@ def roots_of(holder: Holder) -> list[Root]:
 
 
 class Process:
-    """One that trains from what `make` gives."""
+    """One that trains from what `make` gives; the parameters of its `net` are restored elsewhere."""
 
     def __init__(self, make: Callable[[], Holder]) -> None:
         self.holder = make()
-        self.began = Began.of(roots_of(self.holder), [])
+        self.known = [*net.parameters()] if (net := vars(self.holder).get("net")) is not None else []
+        self.began = Began.of(roots_of(self.holder), self.known)
         self.start = self.began
-        self.values = UserValues(roots_of(self.holder))
+        self.values = UserValues(roots_of(self.holder), self.known)
 
     def starts(self, **values: Any) -> None:
         """A hook has set them before the first step."""
         vars(self.holder).update(values)
-        self.start = Began.of(roots_of(self.holder), [])
+        self.start = Began.of(roots_of(self.holder), self.known)
 
     def gives(self, train: Callable[[Any], object], ranks: int = 1) -> bytes:
         train(self.holder)
@@ -355,6 +356,69 @@ def test_tensors_that_attributes_have_in_common_stay_one() -> None:
     assert (other.holder.best, other.holder.outs) == (1, [])  # type: ignore[attr-defined]
 
 
+def with_net() -> Holder:
+    found = Holder(net=torch.nn.Linear(2, 2), ring=torch.zeros(2, 2), count=0, outs=[])
+    vars(found)["first"] = vars(found)["ring"][0]
+    return found
+
+
+def step(one: Any) -> None:
+    """Of a training."""
+    with torch.no_grad():
+        one.net.weight.add_(1)
+    one.ring[0], one.count = 3, one.count + 1
+
+
+@pytest.mark.parametrize("view", [lambda p: p.detach(), lambda p: p.data[0], lambda p: p.detach().numpy()])
+def test_a_view_of_what_is_restored_elsewhere_stays_one(view: Callable[[Any], Any]) -> None:
+    """A hook has taken it to log the norm, say: a copy of it would never change again."""
+    before, after = Process(with_net), Process(with_net)
+    for process in (before, after):
+        weight = vars(process.holder)["net"].weight
+        process.starts(w=view(weight), seen=[view(weight)])
+    data = before.gives(step)
+    found: Any = after.holder
+    w, inner = found.w, found.seen[0]
+    assert after.takes({0: data}) == ""
+    assert found.w is w and found.seen[0] is inner and (found.count, found.first.tolist()) == (1, [3, 3])
+    assert found.first.untyped_storage().data_ptr() == found.ring.data_ptr()
+    data = before.gives(lambda one: vars(one).update(w=view(one.net.bias)))
+    note = after.takes({0: data})
+    assert "holder.w: it cannot be written" in note and "holder.count: holder.w was lost" in note
+
+
+def test_memory_that_tensors_have_in_common_is_not_torn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lastgasp.pytorch.uservalues.carried._NAMED", 1000)
+
+    def hook(process: Process) -> Process:
+        ring = np.zeros((2, 2))
+        process.starts(late=ring, row=ring[0])
+        return process
+
+    def of_one_tensor(one: Any) -> None:
+        step(one)
+        one.outs += torch.arange(3.0).unbind()  # memory side by side is none in common
+
+    assert (after := hook(Process(with_net))).takes({0: hook(Process(with_net)).gives(of_one_tensor)}) == ""
+    assert after.holder.outs == [0, 1, 2]  # type: ignore[attr-defined]
+
+    def same_content(one: Any) -> None:
+        one.first = one.ring[1]
+
+    changes: list[tuple[Callable[[Any], object], list[str]]] = [
+        (lambda one: vars(one).update(outs=[one.ring[1:]]), ["outs"]),
+        (same_content, ["first"]),
+        (lambda one: one.late.fill(1), ["late", "row"]),
+        (lambda one: one.late[1].fill(1), ["late"]),
+    ]
+    for change, names in changes:
+        before = hook(Process(with_net))
+        before.gives(step)
+        note = hook(Process(with_net)).takes({0: before.gives(change)})
+        assert all(f"holder.{name}: it cannot be written" in note for name in names), note
+        assert "holder.count: holder." in note
+
+
 def test_which_is_one_thing_counts_as_well_as_what_is_in_it() -> None:
     def make() -> Holder:
         return Holder(a=torch.zeros(1), b=torch.zeros(1), c=[0], d=[0])
@@ -414,22 +478,24 @@ def saved_and_restored(seed: int, hook: bool) -> Any:
     def begun() -> tuple[Script, Began, Began, list[Root]]:
         script = Script(seed)
         roots = [Root(f"h{i}", one) for i, one in enumerate(script.holders)]
-        began = Began.of(roots, [])
+        began = Began.of(roots, [script.weight])
         if hook:
             script.hook(seed)
-        return script, began, Began.of(roots, []), roots
+        return script, began, Began.of(roots, [script.weight]), roots
 
     before, began, start, roots = begun()
-    values = UserValues(roots)
+    values = UserValues(roots, [before.weight])
     before.train(seed + 1)
     values.take()
     carried = Carried({0: changed(values, began, start, 1)}, 1)
     after, again, _, new = begun()
     untouched = begun()[0]
+    for one in (after, untouched):
+        one.weight.copy_(before.weight)
     note = carried.restore([carried.prepare(0, new, again, CPU)])
 
     def form(script: Script, which: list[int]) -> Any:
-        return form_of(*(vars(script.holders[i]) for i in which))
+        return form_of(script.weight, *(vars(script.holders[i]) for i in which))
 
     good = [i for i in (0, 1) if f"h{i}." not in note]
     if form(after, good) != form(before, good):

@@ -20,7 +20,8 @@ from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import Big, Long, content_of, in_host_memory
 from lastgasp.pytorch.uservalues.keeper import UserValues
 from lastgasp.pytorch.uservalues.kinds import put_attributes
-from lastgasp.pytorch.uservalues.places import Common, Name, Places, Root
+from lastgasp.pytorch.uservalues.memory import Known, overlapping
+from lastgasp.pytorch.uservalues.places import Common, Name, Places, Root, names
 from lastgasp.pytorch.uservalues.portable import can_be_made, decode, encode
 from lastgasp.pytorch.uservalues.telling import Told, told
 
@@ -75,7 +76,7 @@ class Began:
     @classmethod
     def of(cls, roots: Iterable[Root], known: Iterable[object]) -> Began:
         """As they are now. Never raises."""
-        left_out, began = {id(one) for one in known}, cls()
+        left_out, began = Known(known), cls()
         here, unwritten, written = list(roots), dict[Name, Any](), list[Any]()
         names = [root.name for root in here]
         for root in here:
@@ -93,8 +94,8 @@ class Began:
                 if data is None:
                     unwritten[root.name, name] = value
                 began.places.look((root.name, name), value, content_of, left_out)
-        apart = left_out | set(map(id, written))
-        began.told.update((name, told(value, content_of, apart, LIMIT)) for name, value in unwritten.items())
+        apart = set(map(id, written))
+        began.told.update((name, told(value, content_of, left_out, apart, LIMIT)) for name, value in unwritten.items())
         return began
 
 
@@ -133,7 +134,7 @@ class _Own:
 
 def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
     large = list[Big]()
-    contents, left_out = _at_boundary(values, large), {id(one) for one in values.left_out}
+    contents, left_out = _at_boundary(values, large), Known(values.left_out)
     own, now = dict[Name, _Own](), Places()
     lost, carried = set[Name](), set[Name]()
     unwritten, written = dict[Name, Any](), list[Any]()
@@ -162,18 +163,26 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
             own[here] = _Own(was, data, objects)
             if _digest(data) != then:
                 carried.add(here)
-    apart = left_out | set(map(id, written))
-    lost |= {name for name, value in unwritten.items() if start.told[name] != told(value, contents, apart, LIMIT)}
+    apart = set(map(id, written))
+    lost |= {name for name, value in unwritten.items()
+             if start.told[name] != told(value, contents, left_out, apart, LIMIT)}  # fmt: skip
     common = Common(began.places, start.places, now, own.keys())
     if why := next(filter(None, (one.changed() for one in large)), ""):  # while it was written
         return _OfRank(_VERSION, why=_short(why))
+    views = overlapping([*now.all(), *values.left_out])
+    for view in overlapping(start.places.all()).values():
+        left = names({*start.places.paths(view)}.difference(now.paths(view)))  # the same numbers may be there
+        carried, lost = carried | (left & own.keys()), lost | (left - own.keys())
     carried = common.with_others(carried)
     lost |= common.torn(carried)
+    for here in own.keys() - carried:
+        if any(id(part) in views and not start.places.paths(part) for part in own[here].objects):
+            lost.add(here)
     found: dict[str, dict[str, _Value]] = {}
     for place, name in carried - lost:
         one = own[place, name]
         kept = {i: common.kept(part, carried) for i, part in enumerate(one.objects)}
-        if any(not kept[i] and not can_be_made(part) for i, part in enumerate(one.objects)):
+        if any(not kept[i] and (id(part) in views or not can_be_made(part)) for i, part in enumerate(one.objects)):
             lost.add((place, name))
             continue
         shared = {i: common.name_of(part) for i, part in enumerate(one.objects) if not kept[i]}
@@ -205,7 +214,7 @@ def _at_boundary(values: UserValues, large: list[Big]) -> Callable[[Any, str], A
     return contents
 
 
-def _encoded(value: Any, contents: Callable[[Any, str], Any], known: set[int]) -> tuple[bytes | None, list[Any]]:
+def _encoded(value: Any, contents: Callable[[Any, str], Any], known: Known) -> tuple[bytes | None, list[Any]]:
     try:
         return encode(value, contents, known, LIMIT)
     except Exception:  # NotPortable, and whatever the user's objects raise

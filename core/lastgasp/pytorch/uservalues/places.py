@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import NOTHING, Big, content_of, entries_of, weakly
 from lastgasp.pytorch.uservalues.limits import Limits
+from lastgasp.pytorch.uservalues.memory import Known
 
 Path = tuple[Any, ...]
 """Names of a root and of its attribute, then keys and indices; None for what has no place, as in a set."""
@@ -41,7 +42,7 @@ class Places:
     @classmethod
     def of(cls, roots: Iterable[Root], known: Iterable[object] = ()) -> Places:
         """Where all is now. Never raises."""
-        found, left_out = cls(), {id(one) for one in known}
+        found, left_out = cls(), Known(known, memory=False)
         for root in roots:
             try:
                 own = content_of(root.value, kinds.OBJECT, root.skip)
@@ -51,11 +52,11 @@ class Places:
                 found.look((root.name, name), value, content_of, left_out)
         return found
 
-    def look(self, name: Name, value: Any, contents: Callable[[Any, str], Any], known: Collection[int]) -> None:
+    def look(self, name: Name, value: Any, contents: Callable[[Any, str], Any], known: Container[object]) -> None:
         """Add what is found from an attribute.
 
         Args:
-            contents: as of `encode`; known: ids of what is restored elsewhere.
+            contents: as of `encode`; known: what is restored elsewhere.
         """
         for path, one in _reached(name, value, contents, known):
             if not self.paths(one):
@@ -78,6 +79,10 @@ class Places:
         wanted = {tuple(one) for one in paths}
         found = self.at(next(iter(wanted)))
         return found if found is not None and set(self.paths(found)) == wanted else None
+
+    def all(self) -> Iterator[Any]:
+        """What was found, and lives."""
+        return (one for held in self._held.values() if (one := held()) is not None)
 
     def shared(self) -> Iterator[Any]:
         """What was found from more than one attribute."""
@@ -166,7 +171,7 @@ def _held(value: Any) -> Callable[[], Any]:
 
 
 def _reached(
-    name: Name, value: Any, contents: Callable[[Any, str], Any], known: Collection[int]
+    name: Name, value: Any, contents: Callable[[Any, str], Any], known: Container[object]
 ) -> Iterator[tuple[Path, Any]]:
     """All that may change, once for each way to it."""
     stack: list[tuple[Path, Any]] = [(name, value)]
@@ -175,7 +180,7 @@ def _reached(
         path, one = stack.pop()
         one = one.found() if isinstance(one, Big) else one
         kind = kinds.kind_of(type(one))
-        if kind in _NOT or id(one) in known:
+        if kind in _NOT or one in known:
             continue
         yield path, one
         if id(one) in seen or kind not in _WITH_PARTS:

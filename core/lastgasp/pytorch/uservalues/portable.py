@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -40,19 +40,21 @@ class NotPortable(Exception):
     """It cannot be written, or there is nothing that could take it."""
 
 
-def encode(value: Any, contents: Contents, known: Iterable[int] = (), limit: int = 4 << 20) -> tuple[bytes, list[Any]]:
+def encode(
+    value: Any, contents: Contents, known: Container[object] = (), limit: int = 4 << 20
+) -> tuple[bytes, list[Any]]:
     """The bytes of a value, the same in every process, and the objects in it, but for numbers and texts.
 
     Args:
         contents: gives what is in it.
-        known: ids of what is restored elsewhere; a value that refers to it is not written.
+        known: what is restored elsewhere; a value that refers to it is not written.
         limit: greatest number of bytes.
 
     Raises:
         NotPortable: something in it is of another kind, or it is too large.
         KeyError: of `contents`.
     """
-    writer = _Writer(contents, frozenset(known), limit)
+    writer = _Writer(contents, known, limit)
     node = writer.node(value)
     data = msgspec.msgpack.encode(node)
     if len(data) > limit:
@@ -93,7 +95,7 @@ def decode(
 
 
 class _Writer:
-    def __init__(self, contents: Contents, known: frozenset[int], limit: int) -> None:
+    def __init__(self, contents: Contents, known: Container[object], limit: int) -> None:
         self._contents, self._known, self._left = contents, known, limit
         self._places: dict[int, int] = {}
         self.objects: list[Any] = []
@@ -105,7 +107,7 @@ class _Writer:
             return self._plain(value)
         if id(value) in self._places:
             return [_SAME, self._places[id(value)]]
-        if id(value) in self._known:
+        if value in self._known:
             raise NotPortable("it refers to what is restored elsewhere")
         self._places[id(value)] = len(self._places)
         self.objects.append(value)

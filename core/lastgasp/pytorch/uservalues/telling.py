@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,14 @@ class Told:
         return all(a() is b() is not None for a, b in zip(self.others, now.others, strict=True))
 
 
-def told(value: Any, contents: Contents, apart: Collection[int], limit: int) -> Told:
+def told(value: Any, contents: Contents, known: Container[object], apart: Collection[int], limit: int) -> Told:
     """What there is to tell. Never raises.
 
     Args:
-        contents: as of `encode`. apart: ids of what is restored elsewhere, or by another attribute.
+        contents, known: as of `encode`; apart: ids of what another attribute restores.
         limit: bytes that are looked at, about.
     """
-    telling = _Telling(contents, apart, limit)
+    telling = _Telling(contents, known, apart, limit)
     try:
         data = msgspec.msgpack.encode(telling.node(value))
         return Told(xxhash.xxh3_128_digest(data), [weakref.ref(one) for one in telling.others])
@@ -51,8 +51,8 @@ def told(value: Any, contents: Contents, apart: Collection[int], limit: int) -> 
 
 
 class _Telling:
-    def __init__(self, contents: Contents, apart: Collection[int], limit: int) -> None:
-        self._contents, self._apart, self._left = contents, apart, limit
+    def __init__(self, contents: Contents, known: Container[object], apart: Collection[int], limit: int) -> None:
+        self._contents, self._known, self._apart, self._left = contents, known, apart, limit
         self._places: dict[int, int] = {}
         self.others: list[Any] = []
 
@@ -65,7 +65,8 @@ class _Telling:
         if id(value) in self._places:
             return self._places[id(value)]
         self._places[id(value)] = len(self._places)
-        if kind in _OTHERS or id(value) in self._apart or (kind in _NUMBERS and not can_be_copied(value)):
+        left = kind in _OTHERS or (kind in _NUMBERS and not can_be_copied(value))
+        if left or id(value) in self._apart or value in self._known:
             if not cls.__weakrefoffset__:
                 return [name, id(value)]
             self.others.append(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import pickle
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import NOTHING, Row, can_be_copied, content_of, places_in, put
 from lastgasp.pytorch.uservalues.kinds import put_attributes
+from lastgasp.pytorch.uservalues.memory import overlapping
 from lastgasp.pytorch.uservalues.places import Path, Places, Root
 
 _OWN = (kinds.LEFT, kinds.UNKNOWN, kinds.MODULE)
@@ -28,6 +29,7 @@ class _Packed:
     Attributes:
         paths: all ways to it when training began, that lead to it in another process, too.
         extra: what a new one is made with; root: it is that root; own: attributes of a list of the user's class, say.
+        is_view: it lies in the memory of something else, as a new one would not.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class _Packed:
     extra: Any = None
     root: str = ""
     own: dict[str, Any] = field(default_factory=dict)
+    is_view: bool = False
 
 
 _CONTAINERS = (kinds.LIST, kinds.DICT, kinds.SET, kinds.DEQUE)
@@ -55,8 +58,8 @@ def packed(roots: Iterable[Root], known: Iterable[object] = (), began: Places | 
     Raises:
         Exception: of any kind, where an object of the user's cannot be pickled.
     """
-    roots = list(roots)
-    packing = _Packing({id(one) for one in known}, {id(one.value): one.name for one in roots}, began or Places())
+    roots, known = list(roots), list(known)
+    packing = _Packing(known, roots, began or Places())
     values = {
         root.name: {
             name: packing.packed(value) for name, value in content_of(root.value, kinds.OBJECT, root.skip).items()
@@ -67,8 +70,9 @@ def packed(roots: Iterable[Root], known: Iterable[object] = (), began: Places | 
 
 
 class _Packing:
-    def __init__(self, known: set[int], roots: dict[int, str], began: Places) -> None:
-        self._known, self._roots, self._began = known, roots, began
+    def __init__(self, known: Collection[object], roots: Collection[Root], began: Places) -> None:
+        self._known, self._roots = {id(one) for one in known}, {id(one.value): one.name for one in roots}
+        self._began, self._views = began, overlapping([*Places.of(roots, known).all(), *known])
         self.done: dict[int, _Packed] = {}
 
     def packed(self, value: Any) -> Any:
@@ -82,6 +86,7 @@ class _Packing:
             return _GONE
         paths = [path for path in self._began.paths(value) if None not in path] if kind is not kinds.TUPLE else []
         found = done[id(value)] = _Packed(kind, type(value), None, paths, _extra(value))
+        found.is_view = id(value) in self._views
         content = content_of(value, kind)
         if isinstance(content, dict) and kind in (kinds.OBJECT, kinds.DICT):
             found.content = {key: self.packed(one) for key, one in content.items()}
@@ -140,7 +145,7 @@ def fill(roots: Iterable[Root], data: bytes, began: Places | None = None) -> lis
 
 
 def _digest(value: Any) -> bytes:
-    return pickle.dumps(_Packing(set(), {}, Places()).packed(value))
+    return pickle.dumps(_Packing((), (), Places()).packed(value))
 
 
 class _Filling:
@@ -179,7 +184,7 @@ class _Filling:
         live = self._live.get(id(value), _GONE)
         if live is _GONE and _is_partly(value) and self._takes(now, value):
             live = now  # it has a file here, say
-        if live is _GONE and value.extra == _ITS_OWN:
+        if live is _GONE and (value.extra == _ITS_OWN or value.is_view):
             self.complete = False
             return now
         try:
