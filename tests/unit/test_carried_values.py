@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lastgasp.adapter.again import Began, Carried, Root, UserValues, changed
+from lastgasp.adapter.again import Began, Carried, Places, Root, UserValues, changed
 from lastgasp.pytorch.ondemand import OnDemand
 from lastgasp.pytorch.uservalues.contents import content_of
 from lastgasp.pytorch.uservalues.portable import NotPortable, decode, encode
@@ -441,6 +442,22 @@ def test_which_is_one_thing_counts_as_well_as_what_is_in_it() -> None:
     data, after = Process(make_one).gives(part), Process(make_one)
     assert after.takes({0: data}) == ""
     assert after.holder.c is not after.holder.d  # type: ignore[attr-defined]
+
+
+def test_what_a_script_frees_is_not_kept_in_memory() -> None:
+    """Raw data, say, from `setup` until the loaders have been made."""
+    larges: list[Callable[[], list[Any]]] = [
+        lambda: [np.zeros(25_000) for _ in range(50)], lambda: ["x" * (5 << 20)], lambda: [[0] * 600_000]
+    ]  # fmt: skip
+    for large in larges:
+        rows, shared = [np.zeros(2), *large()], np.zeros(2)
+        owner = Holder(rows=[*rows, shared], part=[shared])
+        began, places = Began.of(roots_of(owner), []), Places.of(roots_of(owner))
+        first, del_rows = weakref.ref(rows[0]), vars(owner).pop("rows")
+        for found in (began.places, places):
+            assert len(found.paths(shared)) == 2 and not found.paths(del_rows)
+        del rows, del_rows
+        assert first() is None
 
 
 def test_members_of_a_set_are_told_apart() -> None:

@@ -77,7 +77,8 @@ class Began:
     def of(cls, roots: Iterable[Root], known: Iterable[object]) -> Began:
         """As they are now. Never raises."""
         left_out, began = Known(known), cls()
-        here, unwritten, written = list(roots), dict[Name, Any](), list[Any]()
+        here, written = list(roots), list[Any]()
+        all_values, unwritten = dict[Name, Any](), dict[Name, Any]()
         names = [root.name for root in here]
         for root in here:
             if names.count(root.name) > 1:  # which is which is not known in the next process
@@ -93,7 +94,8 @@ class Began:
                 written += objects
                 if data is None:
                     unwritten[root.name, name] = value
-                began.places.look((root.name, name), value, content_of, left_out)
+                all_values[root.name, name] = value
+        began.places.look_at_all(all_values, left_out)
         apart = set(map(id, written))
         began.told.update((name, told(value, content_of, left_out, apart, LIMIT)) for name, value in unwritten.items())
         return began

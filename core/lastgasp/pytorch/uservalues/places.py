@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+import contextlib
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import NOTHING, Big, content_of, entries_of, weakly
-from lastgasp.pytorch.uservalues.limits import Limits
+from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
 from lastgasp.pytorch.uservalues.memory import Known
 
 Path = tuple[Any, ...]
@@ -20,6 +22,8 @@ _NOT = (kinds.PLAIN, kinds.LEFT, kinds.UNKNOWN, kinds.MODULE)
 _WITH_PARTS = (kinds.OBJECT, kinds.DICT, kinds.LIST, kinds.SET, kinds.DEQUE, kinds.TUPLE)
 _MOST = 100_000
 """Entries of one attribute that are looked at."""
+_HELD = 4 << 20
+"""Bytes of one attribute that are kept alive: all of one whose value can be written."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Root:
 
 
 class Places:
-    """Those of one moment. Objects are kept alive, but for what is large."""
+    """Those of one moment. Objects are kept alive, but for large ones and those that a large attribute alone has."""
 
     def __init__(self) -> None:
         self._paths: dict[int, list[Path]] = {}
@@ -42,15 +46,23 @@ class Places:
     @classmethod
     def of(cls, roots: Iterable[Root], known: Iterable[object] = ()) -> Places:
         """Where all is now. Never raises."""
-        found, left_out = cls(), Known(known, memory=False)
+        found, own = cls(), dict[Name, Any]()
         for root in roots:
-            try:
-                own = content_of(root.value, kinds.OBJECT, root.skip)
-            except Exception:  # the user's object
-                continue
-            for name, value in own.items():
-                found.look((root.name, name), value, content_of, left_out)
+            with contextlib.suppress(Exception):  # the user's object
+                own |= {(root.name, name): one for name, one in content_of(root.value, kinds.OBJECT, root.skip).items()}
+        found.look_at_all(own, Known(known, memory=False))
         return found
+
+    def look_at_all(self, values: Mapping[Name, Any], known: Container[object]) -> None:
+        """Look at these attributes as they are now: what a script frees later must not stay in memory for it."""
+        large = dict[Name, Any]()
+        for name, value in values.items():
+            try:
+                self._add([*_reached(name, value, content_of, known, _HELD)])
+            except TooMuch:
+                large[name] = value
+        for name, value in large.items():
+            self._add(way for way in _reached(name, value, content_of, known) if self.paths(way[1]))
 
     def look(self, name: Name, value: Any, contents: Callable[[Any, str], Any], known: Container[object]) -> None:
         """Add what is found from an attribute.
@@ -58,7 +70,10 @@ class Places:
         Args:
             contents: as of `encode`; known: what is restored elsewhere.
         """
-        for path, one in _reached(name, value, contents, known):
+        self._add(_reached(name, value, contents, known))
+
+    def _add(self, ways: Iterable[tuple[Path, Any]]) -> None:
+        for path, one in ways:
             if not self.paths(one):
                 self._paths[id(one)], self._held[id(one)] = [], _held(one)
             self._paths[id(one)].append(path)
@@ -171,9 +186,9 @@ def _held(value: Any) -> Callable[[], Any]:
 
 
 def _reached(
-    name: Name, value: Any, contents: Callable[[Any, str], Any], known: Container[object]
+    name: Name, value: Any, contents: Callable[[Any, str], Any], known: Container[object], most: float = math.inf
 ) -> Iterator[tuple[Path, Any]]:
-    """All that may change, once for each way to it."""
+    """All that may change, once for each way to it. Raises TooMuch beyond `most` bytes."""
     stack: list[tuple[Path, Any]] = [(name, value)]
     seen, left = set[int](), _MOST
     while stack:
@@ -183,13 +198,18 @@ def _reached(
         if kind in _NOT or one in known:
             continue
         yield path, one
-        if id(one) in seen or kind not in _WITH_PARTS:
+        if id(one) in seen:
             continue
         seen.add(id(one))
+        if most < math.inf and (most := most - _size(one, kind)) < 0:
+            raise TooMuch(".".join(name))
+        if kind not in _WITH_PARTS:
+            continue
         try:
-            left -= len(one) if kind != kinds.OBJECT else 1  # before it is copied
-            if left < 0:
-                return
+            count = len(one) if kind != kinds.OBJECT else 1
+            if count > left:  # before it is copied
+                continue
+            left -= count
             content = contents(one, kind)
         except Exception:  # the user's object; KeyError where it was not recorded
             continue
@@ -197,6 +217,23 @@ def _reached(
         if kind != kinds.OBJECT and getattr(one, "__dict__", None):  # a list of the user's class, say
             found += [((*path, None), part) for part in kinds.attributes(one).values()]
         stack += found[::-1]
+
+
+def _size(value: Any, kind: str) -> float:
+    """Bytes that live as long as it, with texts, without other parts; no more than it has where it is written."""
+    try:
+        if _is_numbers(value):
+            return value.nbytes if value.nbytes <= Limits.single else 0
+        if kind in (kinds.BYTES, kinds.ARRAY):
+            return memoryview(value).nbytes
+        if kind not in _WITH_PARTS or (kind != kinds.OBJECT and len(value) > _HELD // 8):
+            return 0 if kind not in _WITH_PARTS else math.inf
+        own = kinds.attributes(value) if kind == kinds.OBJECT else value
+        parts = (*dict.keys(own), *dict.values(own)) if isinstance(own, dict) else value
+        texts = sum(len(one) for one in parts if isinstance(one, str | bytes))
+        return texts if kind == kinds.OBJECT else texts + 8 * len(value)
+    except Exception:  # the user's object
+        return math.inf
 
 
 def _parts(kind: str, content: Any) -> Iterator[tuple[Any, Any]]:
