@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit
+from lastgasp.checkpoint.addenda import remove_orphans
 
 ASKED = 8
 """In the middle of the second epoch of four."""
@@ -96,3 +97,24 @@ def test_an_earlier_fit_of_the_script_ends_where_it_did(tmp_path: Path) -> None:
     model = Small()
     assert fit(job.make(), model)
     assert model.trained[0] == 5
+
+
+def test_a_training_that_was_stopped_by_a_fault_in_its_last_moment_ends_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gasp stays the newest, and a chain of jobs with a time budget each would never get further."""
+    job = Job(tmp_path, {"max_epochs": 4})
+    assert not fit(job.make(Stops()), Struck("validation", ASKED))
+    found = []
+    for _ in range(3):
+        job.restart()
+        trainer = job.make(Stops())
+        assert fit(trainer, Struck("", 0))
+        found.append(trainer.global_step)
+    assert found == [ASKED, 24, 24]
+    assert caplog.text.count("an earlier job has ended with step 8") == 2
+    gasp, = (tmp_path / "ckpts").glob("gasp*.ckpt")
+    assert (marker := gasp.with_name(f".{gasp.name}.ended")).exists()
+    gasp.unlink()
+    remove_orphans(gasp.parent)
+    assert not marker.exists()

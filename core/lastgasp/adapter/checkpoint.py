@@ -17,6 +17,7 @@ from lastgasp.checkpoint import (
     progress_bar,
     verify,
 )
+from lastgasp.checkpoint.addenda import has_ended, mark_ended
 from lastgasp.checkpoint.adopt import data_files, read_entries, read_files, remove_orphans, write_manifest
 from lastgasp.checkpoint.layout import is_moved_away, next_path
 from lastgasp.checkpoint.manifest import Fit, Kind, Manifest
@@ -52,9 +53,11 @@ __all__ = [
     "candidates",
     "data_files",
     "differences",
+    "has_ended",
     "has_manifest",
     "is_about_content",
     "is_moved_away",
+    "mark_ended",
     "name_of_fit",
     "newest_good",
     "next_path",

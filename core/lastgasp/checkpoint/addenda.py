@@ -1,8 +1,9 @@
-"""Adds auxiliary states to a checkpoint that other ranks have already committed, in files beside it.
+"""What is added to a checkpoint that is committed already, in files beside it.
 
 After a network partition both sides save their current step, each with the auxiliary states (random state, data
 position) of the ranks it could reach. The first commit is kept, and the second side adds its auxiliary states in a
-hidden file `.NAME.more-PID-RANDOM`, bound to that commit. A resume combines all of them.
+hidden file `.NAME.more-PID-RANDOM`, bound to that commit. A resume combines all of them. `.NAME.ended`, bound to it
+likewise, says that a training has come to its end from there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VERSION = 1
 LONGEST = 1 << 30
 """Greatest size in bytes of such a file."""
 _DIGEST = 16
-_NAME = re.compile(r"^\.(?P<checkpoint>.+)\.more-[1-9]\d*-[0-9a-f]{12}$")
+_NAME = re.compile(r"^\.(?P<checkpoint>.+)\.(more-[1-9]\d*-[0-9a-f]{12}|ended)$")
 
 
 class _Addendum(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +75,23 @@ def added(checkpoint: Path, layout: Layout) -> dict[int, bytes]:
     return aux
 
 
+def mark_ended(checkpoint: Path, manifest: Manifest) -> None:
+    """Record that a training which began with a checkpoint has ended well. Raises OSError."""
+    write_atomically(_ended(checkpoint), manifest.self_digest.encode())
+
+
+def has_ended(checkpoint: Path, manifest: Manifest) -> bool:
+    """Whether one has. Never raises, whatever is on disk."""
+    try:
+        return read_bounded(_ended(checkpoint), 1024) == manifest.self_digest.encode()
+    except (OSError, ValueError):
+        return False
+
+
+def _ended(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.ended")
+
+
 def ranks_named(found: Iterable[int]) -> str:
     """These ranks, for people."""
     ranks = sorted(found)
@@ -83,7 +101,7 @@ def ranks_named(found: Iterable[int]) -> str:
 
 def remove_orphans(directory: Path) -> None:
     """Remove addenda of checkpoints that no longer exist in `directory`. Raises OSError."""
-    for path in directory.glob(".*.more-*"):
+    for path in (*directory.glob(".*.more-*"), *directory.glob(".*.ended")):
         match = _NAME.match(path.name)
         if match is not None and not (directory / match["checkpoint"]).exists():
             with contextlib.suppress(FileNotFoundError):

@@ -47,7 +47,8 @@ class Resume:
         put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
         bring: the same from the record of a gasp; returns what to note.
         in_place: it was, in a process that may have trained before.
-        goes_on: whether it is the training of the checkpoint that goes on (`LightningSelector`), not one after its end.
+        goes_on: whether it is the training of the checkpoint that goes on (`LightningSelector`), not one after its end;
+            the same on all ranks, which ask together. ends: it does, and was asked to stop at its boundary.
     """
 
     def __init__(self, state: LightningState) -> None:
@@ -60,6 +61,7 @@ class Resume:
         self.bring: Callable[[dict[str, Any]], str] = lambda _: ""
         self.in_place = False
         self.goes_on: Callable[[], bool] = lambda: True
+        self.ends = False
 
     def install(self, trainer: Any, checkpoint: dict[str, Any]) -> bool:
         """Change `checkpoint` to the boundary form and arrange the replay.
@@ -144,7 +146,7 @@ class Resume:
             self._note(missing)
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
             loop._restarting = False  # else the plateau schedulers of this epoch's end are left out
-        trainer.should_stop = trainer.should_stop or self._asked_to_stop(trainer, record)
+        trainer.should_stop = self._asked_to_stop(trainer, record) or trainer.should_stop
         if (accumulate := record.get("accumulate")) is not None:  # callbacks change it only when an epoch starts
             trainer.accumulate_grad_batches = accumulate
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
@@ -185,10 +187,10 @@ class Resume:
         """
         if record["stopping"] or not record.get("asked_to_stop"):
             return bool(record["stopping"])
-        goes_on, step = self.goes_on(), record["step"]
+        self.ends, step = self.goes_on(), record["step"]
         if trainer.is_global_zero:
-            log.warning(_ENDS if goes_on else _TRAINS_ON, step)
-        return goes_on
+            log.warning(_ENDS if self.ends else _TRAINS_ON, step)
+        return self.ends
 
     def _restore_metrics(self, trainer: Any, record: dict[str, Any]) -> None:
         logs = trainer._logger_connector

@@ -112,7 +112,7 @@ class LightningRun(Training):
         self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
-        self.resume.goes_on = lambda: self.selector.goes_on
+        self.resume.goes_on = self._goes_on
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
         self._again_here = self._again(arena)(self, make, self.writer, held)
         if recovery == "save":
@@ -165,7 +165,19 @@ class LightningRun(Training):
         on_close(self.tuning.install())
         on_close(self.logs.uninstall)
         self.life.on_completed(lambda: self.fit.ended(durable=session.status.durable >= session.status.step))
+        self.life.on_completed(self._ended)
         self.state.prepare()
+
+    def _goes_on(self) -> bool:
+        """As `Resume.goes_on`: what rank 0 finds."""
+        own = self.selector.goes_on
+        if self.resume.in_place:
+            return own
+        return self.session.gather(f"goes on/{self.fit.number()}", b"1" if own else b"")[0] == b"1"
+
+    def _ended(self) -> None:
+        if self.resume.ends and self.trainer.is_global_zero:
+            self.selector.ended()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary of `checkpoint`."""

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place, SelectionPolicy, Undo
 from lastgasp.adapter.again import MEMORY, Memory, cloned
-from lastgasp.adapter.checkpoint import Candidate, newest_good
+from lastgasp.adapter.checkpoint import Candidate, has_ended, mark_ended, newest_good
 from lastgasp.adapter.torch import exception_origin
 from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, search_folders
 from lastgasp_lightning.compat import replace_method
@@ -44,13 +44,13 @@ class LightningSelector:
         present: the manifests that were there before (`CheckpointSelector.present`).
         same_run: and the user did not name it, so that it is the same run that resumes.
         goes_on: what was chosen is of a training that had not come to its end, or is done again only because the script
-            begins anew. Otherwise its end may have been that of another job.
+            begins anew. Otherwise its end may have been that of another job. As this rank's disk says.
         begins: called when all is as the script has it; loaded: on all ranks once a checkpoint is loaded.
         note: reports what people must know (`Session.note`).
         memory: where the fit was entered again: what all ranks begin with, instead of any file.
         left: begins with what ranks before have left in arenas, where it is newer than all files; says whether it did.
         entered: the same where the fit was entered again, with what ranks have held; has `present`.
-        loading: the verified path that is being loaded.
+        loading: the verified path that is being loaded; chosen: the last one that was.
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
@@ -64,6 +64,7 @@ class LightningSelector:
         self.left: Callable[[Callable[[dict[str, Any]], None]], bool] | None = None
         self.entered: Callable[[Callable[[dict[str, Any]], None]], frozenset[str] | None] | None = None
         self.loading: Path | None = None
+        self.chosen: Candidate | None = None
         self._layout = SHARDED if is_sharded_by(trainer.strategy) else LAYOUT
 
     def install(self) -> Undo:
@@ -126,7 +127,7 @@ class LightningSelector:
             if not selector.named:
                 self._fit.resumed(candidate.path, policy.unnumbered, policy.several)
             self._warn(given, candidate.path)
-            self.loading = candidate.path
+            self.loading, self.chosen = candidate.path, candidate
             try:
                 load(candidate.path)
             finally:
@@ -159,7 +160,14 @@ class LightningSelector:
 
     def _goes_on(self, candidate: Candidate) -> bool:
         found, place = candidate.manifest, self._place
-        return found is not None and (found.kind == "gasp" or (place.restarted and found.job == place.job))
+        if found is None or (place.restarted and found.job == place.job):
+            return found is not None
+        return found.kind == "gasp" and not has_ended(candidate.path, found)
+
+    def ended(self) -> None:
+        """The training that goes on has ended where it was asked to, after what was due: the next job trains on."""
+        if self.chosen is not None and self.chosen.manifest is not None:
+            mark_ended(self.chosen.path, self.chosen.manifest)
 
     def _warn(self, given: Any, path: Path) -> None:
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
