@@ -347,8 +347,9 @@ def test_another_process_gets_them_in_its_own_objects() -> None:
 
 def test_memory_in_common_is_not_torn_apart_in_another_process() -> None:
     def begun() -> tuple[Any, list[Root], list[Any]]:
-        net = nn.Linear(2, 2)
-        one = make(net=net, w=net.weight.detach(), ring=np.zeros((2, 2)), last=None, seen=[], n=0, bias=None)
+        net, seen = nn.Linear(2, 2), list[Any]()
+        one = make(net=net, w=net.weight.detach(), ring=np.zeros((2, 2)), last=None, n=0, bias=None)
+        one.seen = one.also = seen
         return one, [Root("holder", one)], [*net.parameters()]
 
     (one, roots, known), (two, others, _) = begun(), begun()
@@ -356,12 +357,13 @@ def test_memory_in_common_is_not_torn_apart_in_another_process() -> None:
     with torch.no_grad():
         one.net.weight.add_(1)
     one.ring[0], one.last, one.n = 3, one.ring[0], 1
-    one.seen, one.bias = [torch.ones(1), one.net.bias.data], one.net.bias.detach()
+    one.seen += [torch.ones(1), one.net.bias.data]
+    one.bias = one.net.bias.detach()
     named = fill(others, packed(roots, known, before), there)
     assert two.n == 1 and two.ring.tolist() == [[3, 3], [0, 0]]
     assert two.w.data_ptr() == two.net.weight.data_ptr() and torch.equal(two.w, one.net.weight)
     assert two.last is two.bias is None and two.seen == []
-    assert {"holder.last", "holder.bias", "holder.seen"} <= set(named)
+    assert {"holder.last", "holder.bias", "holder.seen", "holder.also"} <= set(named)
 
 
 ZERO = torch.zeros(())

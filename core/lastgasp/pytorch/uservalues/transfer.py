@@ -154,6 +154,7 @@ class _Filling:
     def __init__(self, roots: dict[str, Any], everything: list[_Packed], began: Places) -> None:
         self._roots, self._done, self._live = roots, dict[int, Any](), dict[int, Any]()
         self._used = {id(one) for one in roots.values()}
+        self._partial = set[int]()
         self.complete = True
         for value in everything:  # before anything else is put to use: no two values become one thing
             for path in value.paths:
@@ -171,6 +172,14 @@ class _Filling:
         """What stands in the place of `now`."""
         if not isinstance(value, _Packed):
             return value
+        complete, self.complete = self.complete, id(value) not in self._partial
+        found = self._filled(now, value)
+        if not self.complete:
+            self._partial.add(id(value))
+        self.complete = complete and self.complete
+        return found
+
+    def _filled(self, now: Any, value: _Packed) -> Any:
         if value.root:
             return self._roots.get(value.root, now)
         if value.content is None or value.cls is None:
