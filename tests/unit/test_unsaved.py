@@ -81,8 +81,10 @@ def test_the_state_of_a_communication_hook_is_named() -> None:
 
 def test_what_is_saved_or_nobodys_is_not() -> None:
     module: Any = nn.ModuleDict({"keeps": Keeps(), "saves": Saves(), "plain": nn.Linear(1, 1)})
+    module["keeps"].view = module["plain"].weight.detach()[0]
     unsaved = Unsaved(module)
     module["keeps"].saved.add_(1)
+    module["plain"].weight.data.add_(1)
     module["saves"].rate = 3.0
     module["plain"].rate = 3.0
     module["keeps"].eval()

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from lastgasp.pytorch.extrastate import has_extra_state
 from lastgasp.pytorch.held_modules import HeldModules
 from lastgasp.pytorch.uservalues import Root, is_users
+from lastgasp.pytorch.uservalues.memory import Known
 from lastgasp.pytorch.zero import inside
 
 _NAMED = 4
@@ -93,10 +94,11 @@ class Unsaved:
             return {}
 
     def _users(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        known = Known([*self._module.parameters(), *self._module.buffers()])
         for root in users_parts(self._module) if self._roots is None else self._roots:
             if is_users(type(root.value)):
                 held = getattr(root.value, "__dict__", {})
-                yield root.name, {name: value for name, value in held.items() if name not in root.skip}
+                yield root.name, {n: value for n, value in held.items() if n not in root.skip and value not in known}
 
 
 class UnsavedData:
