@@ -1,10 +1,11 @@
-"""Checks at the start, by a file, whether the ranks of several hosts see the same checkpoint directory."""
+"""Which ranks are on one host, and, checked at the start by a file, whether all hosts see the same directory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ class _Said(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-def require_shared(directory: Path, place: Place, gather: Gather, host: str = "") -> None:
+def require_shared(directory: Path, place: Place, gather: Gather, host: str = "") -> tuple[int, int]:
     """Refuse a directory that is not shared by all hosts; all ranks call it together, before anything is loaded.
 
     Otherwise the first fault would be fatal: one host would not see what another has saved, or two hosts would
@@ -35,20 +36,24 @@ def require_shared(directory: Path, place: Place, gather: Gather, host: str = ""
         directory: the same path on all ranks; it exists.
         host: identifies this rank's host; determined if empty.
 
+    Returns:
+        This rank's number among those of its host, and their count.
+
     Raises:
         ConfigError: a rank of another host does not see what rank 0 has just written.
         ControlError, DeadlineExceeded: as `gather`.
     """
     if place.world_size == 1:
-        return
+        return 0, 1
     host = host or host_identity()
     probe = unique_temp(directory / "shared") if place.rank == 0 else None
     try:
         if probe is not None:
             _write(probe)
         said = [msgspec.json.decode(part, type=_Said) for part in gather("shared/file", _word(host, probe))]
-        if all(one.host == said[0].host for one in said):
-            return
+        local = _number(place.rank, [one.host for one in said])
+        if local[1] == len(said):
+            return local
         seen = said[0].host == host or _sees(directory, said[0].name)
         answers = gather("shared/seen", b"1" if seen else b"0")
     finally:
@@ -61,6 +66,17 @@ def require_shared(directory: Path, place: Place, gather: Gather, host: str = ""
         allowed = f"a directory that all hosts share: rank {ranks} did not see in {SEEN_WITHIN:g} s what rank 0 wrote"
         remedy = "Give a path on a file system that every host of the job has mounted (NFS, Lustre, ...)."
         raise ConfigError("dir", str(directory), allowed, remedy)
+    return local
+
+
+def number_on_host(place: Place, gather: Gather, tag: str) -> tuple[int, int]:
+    """This rank's number among those of its host, and their count; all ranks call it together."""
+    return _number(place.rank, [host.decode() for host in gather(tag, host_identity().encode())])
+
+
+def _number(rank: int, hosts: Sequence[str]) -> tuple[int, int]:
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return here.index(rank), len(here)
 
 
 def _write(probe: Path) -> None:

@@ -25,7 +25,7 @@ def selected(
         rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=attempt, since_ns=since_ns
     )
     config = GaspConfig.resolve(folder, resume=resume)
-    policy = SelectionPolicy(config, place, [folder], FILES, (0, 1), fit=Fit(number=fit))
+    policy = SelectionPolicy(config, place, [folder], FILES, fit=Fit(number=fit))
     found = CheckpointSelector(policy, lambda tag, payload: [payload]).select()
     return None if found is None else found.path
 

@@ -1,4 +1,4 @@
-"""A checkpoint directory of which each host has its own is refused at the start, on all ranks."""
+"""A checkpoint directory of which each host has its own is refused; each host reads all of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from lastgasp import sharing
+from lastgasp.adapter import CheckpointSelector, SelectionPolicy
+from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
 from lastgasp.ports import Gather
 from lastgasp.sharing import require_shared
 from lastgasp.topology import Place, data_parallel
+from support.checkpoint_kit import FILES, as_ranks, put_file
 
 
 class Gathers:
@@ -82,3 +85,30 @@ def test_a_file_system_that_shows_it_late(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_on_one_host_nothing_is_looked_for(tmp_path: Path) -> None:
     assert outcomes([tmp_path, tmp_path / "none"], ["a", "a"]) == ["", ""]
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aabb", "abab", "abbb"])
+def test_each_host_reads_all_of_a_checkpoint_once_whatever_numbers_its_ranks_have(
+    hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchrun --virtual-local-rank` gives all ranks LOCAL_RANK=0; srun and mpirun give numbers in any order."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(sharing, "host_identity", lambda: hosts[int(threading.current_thread().name)])
+    put_file(tmp_path, 10)
+    read: dict[str, list[int]] = {host: [] for host in hosts}
+    moving: dict[str, int] = dict.fromkeys(hosts, 0)
+
+    def select(rank: int, gather: Gather) -> None:
+        threading.current_thread().name = str(rank)
+        place = Place(rank=rank, world_size=len(hosts), replicas=data_parallel(len(hosts)), job="job")
+        policy = SelectionPolicy(GaspConfig.resolve(tmp_path), place, [tmp_path], FILES)
+        found = CheckpointSelector(policy, gather).select()
+        assert found is not None
+        number, count = policy.local
+        read[hosts[rank]] += range(5)[number::count]
+        moving[hosts[rank]] += policy.may_move
+
+    as_ranks(len(hosts), select)
+    assert all(sorted(chunks) == [*range(5)] for chunks in read.values()), read
+    assert set(moving.values()) == {1}

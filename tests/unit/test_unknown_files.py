@@ -59,7 +59,7 @@ def selected(
     place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", attempt=attempt)
     config = GaspConfig.resolve(folder, resume=resume)
     number = Fit(number=fit) if fit is not None else None
-    policy = SelectionPolicy(config, place, [folder], LAYOUT, (0, 1), fit=number, instead=instead)
+    policy = SelectionPolicy(config, place, [folder], LAYOUT, fit=number, instead=instead)
     return CheckpointSelector(policy, lambda tag, payload: [payload]).select()
 
 

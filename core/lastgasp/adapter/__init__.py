@@ -58,6 +58,7 @@ from lastgasp.ports import Contributor, Gather, GoesOnWithFewer, InPlace, Layout
 from lastgasp.rankzero import RankZero
 from lastgasp.replicas import Digests, require_alike
 from lastgasp.session import Contact, Session, launched, leave
+from lastgasp.sharing import number_on_host
 from lastgasp.startup_refusal import tell_launcher
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place, ReplicaGroups, data_parallel
@@ -134,6 +135,7 @@ __all__ = [
     "kind_by",
     "launched",
     "leave",
+    "number_on_host",
     "pick",
     "place_in_job",
     "recovery_here",

@@ -55,7 +55,6 @@ class SelectionPolicy:
         config: says what is wanted (`resume`).
         place: who this rank is.
         folders: where to look; layout: how checkpoints lie there.
-        local: this rank among those that share the reading of a checkpoint, and how many they are.
         fit: which training run of the process this is, of what; only its own checkpoints are resumed from. None where
             the framework has only one.
         instead: the caller has something else to start from where no checkpoint is good.
@@ -69,10 +68,15 @@ class SelectionPolicy:
             checkpoint (finetuning).
         preload: what loads this rank's files while they are verified; None verifies first.
         missing_manifest: what to do about a selected checkpoint without a manifest, for a warning; empty for none.
+        one_disk: checkpoints lie only where all hosts see the same, so one rank of the job needs to read each byte.
+        local: this rank among those that share the reading of a checkpoint, and how many they are. The ranks agree on
+            that (`CheckpointSelector`): by LOCAL_RANK and LOCAL_WORLD_SIZE nobody would read some parts
+            (`torchrun --virtual-local-rank`, srun, after a recovery with fewer ranks).
     """
 
     restarts_from_own = False
     missing_manifest = ""
+    one_disk = False
     preload: Preload | None = None
 
     def __init__(
@@ -81,13 +85,13 @@ class SelectionPolicy:
         place: Place,
         folders: Sequence[Path],
         layout: Layout,
-        local: tuple[int, int],
         *,
         fit: Fit | None = None,
         instead: bool = False,
         note: Callable[[str], None] = lambda text: log.warning("%s", text),
     ) -> None:
-        self.config, self.place, self.folders, self.layout, self.local = config, place, list(folders), layout, local
+        self.config, self.place, self.folders, self.layout = config, place, list(folders), layout
+        self.local = (place.rank, place.world_size) if self.one_disk else (0, 1)
         self.fit, self.instead, self.note = fit, instead, note
         self.unnumbered = self.several = self.behind = self._said = self._other = False
 

@@ -102,7 +102,8 @@ class CheckpointSelector:
         if self._tidied:
             return
         self._tidied, policy = True, self._policy
-        require_shared(policy.config.directory, policy.place, self._gather)
+        local = require_shared(policy.config.directory, policy.place, self._gather)
+        policy.local = policy.local if policy.one_disk else local
         if policy.place.rank == 0:
             policy.tidy()
         self._gather("select/tidied", b"")  # all ranks must list the same

@@ -102,7 +102,6 @@ class LightningSelector:
             CheckpointMismatch: the newest is of another model.
         """
         trainer, config = self._trainer, self._config
-        local = (trainer.local_rank, max(1, trainer.num_devices))
         folders, fit = search_folders(trainer, config), self._fit.look_at_model()
         self.begins()
         if self.memory is not None:
@@ -112,7 +111,7 @@ class LightningSelector:
             self.present = self.entered(lambda checkpoint: self._load_held(lambda: checkpoint, load))
             self.loaded()
             return True
-        policy = SelectionPolicy(config, self._place, folders, self._layout, local, fit=fit, instead=bool(given))
+        policy = SelectionPolicy(config, self._place, folders, self._layout, fit=fit, instead=bool(given))
         policy.note = self.note
         selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
         if self.left is not None and self.left(lambda checkpoint: self._load_held(lambda: checkpoint, load)):

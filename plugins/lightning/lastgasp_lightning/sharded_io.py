@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lastgasp.adapter import DamagedCheckpoint, Undo
+from lastgasp.adapter import DamagedCheckpoint, Undo, number_on_host
 from lastgasp.adapter.checkpoint import FileEntry, Staged, has_manifest, read_files, verify
 from lastgasp.adapter.files import make_directory, unique_temp
 from lastgasp.adapter.torch import with_added
@@ -133,9 +133,10 @@ class ShardedCheckpoints:
         """What the selector has chosen is verified; what the user names is now."""
         if self._run.selector.loading == path or not has_manifest(path, SHARDED):
             return
-        trainer = self._run.trainer
-        verdict = verify(path, SHARDED, share=(trainer.local_rank, max(1, trainer.num_devices)))
-        said = self._run.session.gather(f"lightning/load/{next(self._numbers)}", msgspec.json.encode(verdict.reasons))
+        gather, tag = self._run.session.gather, f"lightning/load/{next(self._numbers)}"
+        share = number_on_host(self._run.place, gather, f"{tag}/hosts")
+        verdict = verify(path, SHARDED, share=share)
+        said = gather(tag, msgspec.json.encode(verdict.reasons))
         if reasons := [reason for one in said for reason in msgspec.json.decode(one, type=list[str])]:
             raise DamagedCheckpoint(str(path), reasons)
 

@@ -61,6 +61,7 @@ class MegatronSelector(SelectionPolicy):
     """
 
     missing_manifest = "--lastgasp-require-manifest"
+    one_disk = True
 
     def __init__(
         self, args: Any, options: Options, place: Place, gather: Gather, preload: MegatronPreload | None = None
@@ -70,8 +71,7 @@ class MegatronSelector(SelectionPolicy):
         self.restarts_from_own = bool(getattr(args, "finetune", False))
         # A new training from old weights: what lies in --save is not where it starts.
         folders = self._all[:1] if self.restarts_from_own and args.load else self._all
-        # Each byte is read by one rank, as all of them see the same disk.
-        super().__init__(options.gasp, place, folders, LAYOUT, (place.rank, place.world_size))
+        super().__init__(options.gasp, place, folders, LAYOUT)
         self._args, self._options, self._preload = args, options, preload
         self._ckpt_step, self._load = getattr(args, "ckpt_step", None), args.load
         self._selector = CheckpointSelector(self, gather, is_about_content)

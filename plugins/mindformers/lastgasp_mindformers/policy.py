@@ -41,6 +41,7 @@ class MindFormersPolicy(SelectionPolicy):
     """
 
     missing_manifest = "require_manifest"
+    one_disk = True
 
     def __init__(
         self,
@@ -53,10 +54,7 @@ class MindFormersPolicy(SelectionPolicy):
         given: bool = False,
         preload: Preload | None = None,
     ) -> None:
-        # Each byte is read by one rank, as all of them see the same disk.
-        super().__init__(
-            options.gasp, place, catalog.folders, ITERATIONS, (place.rank, place.world_size), note=note
-        )
+        super().__init__(options.gasp, place, catalog.folders, ITERATIONS, note=note)
         self._options, self._catalog, self._named, self._given, self.preload = options, catalog, named, given, preload
         self.resumed: int | None = None
         self.aux = b""

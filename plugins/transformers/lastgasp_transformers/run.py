@@ -154,7 +154,7 @@ class Run:
         """Of what that training has saved."""
         config, place = self.core.config, self.core.place
         folders = dict.fromkeys([config.directory, self._own])
-        policy = Policy(config, place, [*folders], LAYOUT, shared.local(place), fit=fit, note=self.session.note)
+        policy = Policy(config, place, [*folders], LAYOUT, fit=fit, note=self.session.note)
         policy.wanted = wanted
         selector = adapter.CheckpointSelector(policy, self.session.gather, shared.is_about_content)
         chosen = selector.load(self._load)

@@ -180,7 +180,7 @@ class Run:
             return
         config, layout = self.config, self.state.layout.LAYOUT
         policy = SelectionPolicy(
-            config, self.place, [config.directory], layout, local(self.place), fit=self.fit, note=self.engine.note
+            config, self.place, [config.directory], layout, fit=self.fit, note=self.engine.note
         )
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         if self.shards is not None and self.shards.begin_with(selector):
