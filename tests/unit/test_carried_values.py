@@ -420,6 +420,27 @@ def test_memory_that_tensors_have_in_common_is_not_torn_apart(monkeypatch: pytes
         assert "holder.count: holder." in note
 
 
+@pytest.mark.parametrize("make", [deque, set, dict])
+def test_tensors_that_have_no_place_of_their_own_stay_different_ones(make: type) -> None:
+    def begin() -> Holder:
+        return Holder(made=(made := make()), same=made, other=make())
+
+    def train(one: Any) -> None:
+        for new in (torch.tensor(float(i)) for i in range(5)):
+            for container in (one.made, one.other):
+                if isinstance(container, dict):
+                    container[float(new)] = new
+                else:
+                    (container.add if isinstance(container, set) else container.append)(new)
+
+    data, after = Process(begin).gives(train), Process(begin)
+    assert after.takes({0: data}) == ""
+    found: Any = after.holder
+    made, other = (one.values() if isinstance(one, dict) else one for one in (found.made, found.other))
+    assert found.made is found.same and sorted(map(float, made)) == [0, 1, 2, 3, 4]
+    assert set(map(id, made)) == set(map(id, other))
+
+
 def test_which_is_one_thing_counts_as_well_as_what_is_in_it() -> None:
     def make() -> Holder:
         return Holder(a=torch.zeros(1), b=torch.zeros(1), c=[0], d=[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,7 @@ class Common:
     def __init__(self, began: Places, start: Places, now: Places, own: Collection[Name]) -> None:
         self._began, self._start, self._now, self._own = began, start, now, set(own)
         self._shared = [one for one in now.shared() if kinds.kind_of(type(one)) is not kinds.TUPLE]
+        self._names = self._named()
 
     def with_others(self, carried: set[Name]) -> set[Name]:
         """Attributes that are to be written if these are.
@@ -160,8 +162,16 @@ class Common:
 
     def name_of(self, value: Any) -> str:
         """Of a tensor that attributes have in common; empty if they do not."""
-        paths = self._now.paths(value)
-        return min(map(repr, paths)) if _is_numbers(value) and len(names(paths)) > 1 else ""
+        return self._names.get(id(value), "")
+
+    def _named(self) -> dict[int, str]:
+        """By id. Those in one deque, say, have the same paths, and are told apart by the order they were found in."""
+        found, same = dict[int, str](), Counter[str]()
+        for one in filter(_is_numbers, self._shared):
+            name = min(map(repr, self._now.paths(one)))
+            found[id(one)] = f"{name} {same[name]}" if same[name] else name
+            same[name] += 1
+        return found
 
     def groups(self, carried: set[Name], unwritten: Collection[Name]) -> Iterator[set[Name]]:
         """Attributes that have something in common, or had when the fit began; unwritten: those stay as they are."""
