@@ -234,6 +234,21 @@ def test_buffers_that_a_module_assigns_anew_are_the_same_in_the_end(tmp_path: Pa
     assert found[0] == found[1] and len(set(found[0])) > 1
 
 
+def test_gradients_that_no_scaler_would_use_end_nothing(tmp_path: Path) -> None:
+    """They are not finite; and the loop drops no gradients itself."""
+    loader = loader_of()
+    before = [p.detach().clone() for p in loader.model.parameters()]
+    optimizer = torch.optim.SGD(loader.model.parameters(), lr=0.1)
+    with opened(tmp_path, loader, optimizer) as s:
+        for number, step in enumerate(s.batches(loader)):
+            for batch in step:
+                learn(loader.model, batch * (float("inf") if number == 0 else 1))
+            if number > 0:
+                optimizer.step()
+    for p, old in zip(loader.model.parameters(), before, strict=True):
+        assert p.isfinite().all() and not p.equal(old)
+
+
 def test_gradients_that_no_update_has_used_are_not_thrown_away_in_silence(tmp_path: Path) -> None:
     """A step that a GradScaler has skipped, and whose gradients were dropped, is none of them."""
     for drops in (True, False):

@@ -15,6 +15,7 @@ pytest.importorskip("lightning")
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 
 from frameworks.fit_rig import Boom, Strike, data
 from lastgasp.errors import ConfigError, UsageError
@@ -93,7 +94,7 @@ def test_a_batch_of_lightnings_is_a_step_of_all_ranks(tmp_path: Path) -> None:
     model = Net()
     trainer = fit(tmp_path / "d", model, logger=CSVLogger(tmp_path / "logs"))
     assert (trainer.global_step, trainer.num_training_batches) == (6, 3)
-    assert model.calls[:10] == ["moved", "train 2", "zero", *["moved", "train 2"] * 3, "end 4"]
+    assert model.calls[:10] == ["zero", *["moved", "train 2"] * 4, "end 4"]
     assert [one for one in model.calls if one.startswith("train")][8:12] == ["train 2", "train 1"] * 2
     found = torch.cat([p.detach().flatten() for p in model.net.parameters()])
     torch.testing.assert_close(found, by_hand(2))
@@ -156,6 +157,21 @@ def test_a_closure_is_called_once(tmp_path: Path) -> None:
     model = Net()
     vars(model)["configure_optimizers"] = lambda: torch.optim.LBFGS(model.parameters(), max_iter=2)
     with pytest.raises(UsageError, match="LBFGS"):
+        fit(tmp_path, model)
+
+
+def test_an_update_that_the_scaler_skips_ends_nothing(tmp_path: Path) -> None:
+    """Its first scale is too large for most losses."""
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    trainer = fit(tmp_path, model, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert trainer.current_epoch == 2 and scaler.get_scale() < 2.0**127
+
+
+def test_gradients_that_the_module_keeps_are_refused(tmp_path: Path) -> None:
+    model = Net()
+    vars(model)["optimizer_zero_grad"] = lambda *args: None
+    vars(model)["optimizer_step"] = lambda epoch, batch_idx, optimizer, closure: closure()
+    with pytest.raises(UsageError, match="no update has used them"):
         fit(tmp_path, model)
 
 

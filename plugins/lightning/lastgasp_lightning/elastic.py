@@ -195,6 +195,8 @@ class ElasticSteps:
         logs, results = self._trainer._logger_connector, self._trainer._results
         first_iteration, found = logs._first_loop_iter, None
         step.loaded.reverse()  # what rank 0 logs last in a step is of the same micro-batch, however many it does
+        if closure._zero_grad_fn is not None:  # before the loader looks: an update may have been skipped by the scaler
+            closure._zero_grad_fn()
         for batch in step:
             self._within = True
             try:
@@ -203,8 +205,6 @@ class ElasticSteps:
                 result = run(batch)
                 if result.closure_loss is None:
                     raise UsageError(NO_LOSS)
-                if found is None and closure._zero_grad_fn is not None:
-                    closure._zero_grad_fn()
                 if closure._backward_fn is not None:
                     closure._backward_fn(result.closure_loss)
                 logs._first_loop_iter, found = False, result  # else Lightning forgets what the one before has logged

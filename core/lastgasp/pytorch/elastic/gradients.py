@@ -82,10 +82,10 @@ class GradientSum:
         """A step begins, perhaps with other parameters that are trained.
 
         Raises:
-            UsageError: no update has used the gradients of the step before.
+            UsageError: no update has used the gradients of the step before, and a GradScaler would not have skipped it.
         """
         left = self._finished == self.changes() and [p.grad for p in self._parameters if p.grad is not None]
-        if left and any(bool(grad.any()) for grad in left):
+        if left and any(bool(grad.any()) for grad in left) and all(bool(grad.isfinite().all()) for grad in left):
             raise UsageError(UNUSED)
         if [p.requires_grad for p in self._all] != self._trained:
             self._lay_out()
