@@ -27,6 +27,7 @@ from lastgasp.gasp.hello import hello_of
 from lastgasp.gasp.leaving import FLUSH_LIMIT, Leaving, leave_now
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.notes import add_note
+from lastgasp.gasp.operator import ended_by_all
 from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.rank_status import RankStatus, describe, exit_code, given_up, gone_on
 from lastgasp.gasp.secret import TOKEN, token_from_environment
@@ -112,7 +113,7 @@ class Session:
         self.config, self.place, self._source = config, place, source
         self.status = RankStatus()
         self._notes: list[str] = []
-        self._leaving = Leaving()
+        self._leaving = Leaving(lambda: contact is not None and ended_by_all(contact.address, contact.token, place))
         self._patience: float | None = LEAVE_GRACE_LAUNCHED if launched() else LEAVE_GRACE
         link = Link(contact.address, contact.token, hello_of(config, place)) if contact else None
         self.contact, self.has_controller = contact, contact is not None
@@ -347,8 +348,7 @@ class Session:
         if isinstance(self._backend, Repairs) and (repaired := self._backend.goes_on(kind, cause)) is not None:
             return gone_on(repaired)
         if kind != "peer":
-            # The caller may handle its own exception, and its traceback and clean-up are worth more than a
-            # fast restart. In a job of one rank nobody waits for it to end.
+            # It may be handled, and its clean-up is worth more than a fast restart; nobody waits for a job's only rank.
             self._patience = OWN_FAULT_GRACE if self.place.world_size > 1 else None
             self._leaving.raised()
         if self._patience is not None:

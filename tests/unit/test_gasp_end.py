@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from lastgasp.gasp import leaving as leaving_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
 from lastgasp.gasp.link import Link
+from lastgasp.gasp.operator import ended_by_all
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.session import Session
 from lastgasp.topology import Place, data_parallel
@@ -306,6 +308,37 @@ def test_a_rank_that_comes_to_another_training_has_handled_what_it_raised(tmp_pa
     timer.join(60.0)
     later.close()
     assert ended == []
+
+
+def test_a_rank_is_not_ended_for_what_all_have_raised(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script may have handled that, and take its time before the next training, or come to none."""
+    monkeypatch.setattr(leaving_module.Leaving, "_raised", None)
+    place = Place(rank=0, world_size=2, replicas=((0, 1),), attempt=0, job="job")
+    with two_links() as (controller, links), ExitStack() as stack:
+        first, end = controller._controller.attempt, controller.endpoint
+        assert first is not None
+        leaving = leaving_module.Leaving(partial(ended_by_all, end.address, end.token, place))
+        leaving.raised()
+        raises(links[0], 0)
+        for link in links:
+            answers(link)
+        until(lambda: first.machine.state == "over", "the end of the recovery")
+        links[0].close()
+        leaving._leave(lambda: 85)
+        assert ended.pop() == 85, "rank 1 has not raised"
+        raises(links[1], 1)
+        until(lambda: first.machine.members[1].fault is not None, "the other one to raise")
+        leaving._leave(lambda: 85)
+        leaving._stays = False
+        later = stack.enter_context(closing(Link(end.address, end.token, hello(1, 2))))
+        assert controller._controller.attempt is not first
+        leaving._leave(lambda: 85)  # the other one trains again
+        assert ended == [] and leaving._stays
+        leaves(controller, later, 1)
+        monkeypatch.setattr(leaving_module.Leaving, "_raised", None)
+        leaving._stays = False
+        leaving._leave(lambda: 85)
+        assert ended == [85], "it has not raised itself"
 
 
 def test_a_rank_whose_training_failed_is_still_ended(tmp_path: Path, ended: list[int]) -> None:

@@ -90,6 +90,11 @@ def is_newer(hello: m.Hello, current: Attempt | None) -> bool:
         return False
     if current.was_ended():
         return bool(current.disagreement(hello))
+    return ended_by_all(current)
+
+
+def ended_by_all(current: Attempt) -> bool:
+    """Whether each rank has ended its training by itself: to its end, or by an exception of its own."""
     ranks = range(current.hello.world_size)
     return all(current.was_ended_by(rank) or raised_by(current, rank) for rank in ranks)
 

@@ -7,7 +7,10 @@ from .wire import Message
 
 
 class AskRanks(Message, frozen=True, kw_only=True):
-    """Operator: who is in the job?"""
+    """Operator: who is in the job? Or a rank: am I?"""
+
+    of: int | None = None
+    """The rank whose row alone is wanted."""
 
 
 class Ranks(Message, frozen=True, kw_only=True):
@@ -24,6 +27,8 @@ class Ranks(Message, frozen=True, kw_only=True):
     """How often the ranks of this attempt have been entered again in place."""
     replaced: tuple[int, ...] = ()
     """Ranks that got a new process then, oldest first."""
+    ended_by_all: bool = False
+    """Each rank has ended its training by itself: to its end, or by an exception of its own."""
 
 
 class AskSwitch(Message, frozen=True, kw_only=True):

@@ -41,11 +41,17 @@ def limit(finish_timeout: float) -> float:
 
 
 class Leaving:
-    """One per session; any thread may call it."""
+    """One per session; any thread may call it.
+
+    Args:
+        nobody_waits: asked before a process is ended whose training thread has raised, as its script may handle that:
+            whether no other rank waits for its end.
+    """
 
     _raised: ClassVar[Leaving | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, nobody_waits: Callable[[], bool] = lambda: False) -> None:
+        self._nobody_waits = nobody_waits
         self._lock, self._stays = threading.Lock(), False
         self._timer: threading.Timer | None = None
         if (before := Leaving._raised) is not None:  # the script has handled that, and comes to another training
@@ -81,6 +87,9 @@ class Leaving:
                 self._timer.cancel()
 
     def _leave(self, end: Callable[[], int]) -> None:
+        raised = Leaving._raised is self and threading.main_thread().is_alive()  # else it is about to end, or to hang
+        if not self._stays and raised and self._nobody_waits():
+            self.stays()
         with self._lock:  # it may stay meanwhile
             if not self._stays:
                 leave_now(end())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from lastgasp import __version__, _clock
 from lastgasp.errors import ControlError, DeadlineExceeded, LastgaspError
+from lastgasp.topology import Place
 
 from . import messages as m
 from .link import Channel, M
@@ -14,6 +16,8 @@ REACH = 5.0
 """Seconds to reach the controller and to be greeted; it answers in milliseconds unless its process is stopped."""
 MARGIN = 5.0
 """Seconds for the controller's answer, beyond its own wait for ranks."""
+BUSY = 30.0
+"""Seconds to try again for, where too many ask at once."""
 NOBODY = -1
 """The rank number in an operator's proof."""
 
@@ -37,14 +41,14 @@ class OperatorLink(Channel):
         hello = m.Operator(protocol=m.PROTOCOL, version=__version__, nonce=b"", mac=b"")
         self._greet(token, "operator", NOBODY, hello)
 
-    def ranks(self) -> m.Ranks:
-        """Return the job's state and its ranks.
+    def ranks(self, of: int | None = None) -> m.Ranks:
+        """Return the job's state and its ranks, or that one alone.
 
         Raises:
             ControlError: the controller is gone, or refused to answer, with its reason.
             DeadlineExceeded: it does not answer.
         """
-        return self._ask(m.AskRanks(), m.Ranks, 0.0)
+        return self._ask(m.AskRanks(of=of), m.Ranks, 0.0)
 
     def switch(self, ranks: Sequence[int] | None, on: int, off: int, wait: float = 5.0) -> m.SwitchDone:
         """Have the marks of `on` turned on and those of `off` turned off (`steps.bits`).
@@ -82,3 +86,25 @@ class OperatorLink(Channel):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def ended_by_all(address: str, token: str, place: Place) -> bool:
+    """Whether all ranks have ended by themselves the training that this one has, so that none waits for its end.
+
+    False where the controller does not say.
+    """
+    deadline = _clock.monotonic() + BUSY
+    while _clock.monotonic() < deadline:
+        try:
+            with OperatorLink(address, token) as link:
+                found = link.ranks(place.rank)
+        except (LastgaspError, OSError) as error:
+            if "try again" not in str(error):
+                return False
+            threading.Event().wait(0.1 + place.rank % 16 / 16)
+            continue
+        if (found.attempt, found.incarnation) != (place.attempt, place.incarnation):
+            return False
+        # In the script's next training, which some have begun already, this rank is awaited.
+        return found.ended_by_all or any(row.state == "awaited" for row in found.rows)
+    return False

@@ -18,6 +18,7 @@ from lastgasp.errors import AuthenticationError, ProtocolError, VersionMismatch
 from lastgasp.steps import bits
 
 from . import messages as m
+from .admission import ended_by_all
 from .attempt import Attempt
 from .cards import SwitchResult
 from .operator import NOBODY
@@ -127,12 +128,12 @@ class Service:
 
     async def _answer(self, question: m.FromOperator) -> m.Message:
         if isinstance(question, m.AskRanks):
-            return self._ranks()
+            return self._ranks(question.of)
         if isinstance(question, m.AskSwitch):
             return await self._switch(question)
         raise ProtocolError(f"{type(question).__name__} after the greeting")
 
-    def _ranks(self) -> m.Ranks:
+    def _ranks(self, of: int | None) -> m.Ranks:
         attempt = self._attempt()
         hello = attempt.hello if attempt is not None else None
         rows = self.roster.rows(attempt, _clock.monotonic()) if attempt is not None else ()
@@ -143,9 +144,10 @@ class Service:
             world_size=hello.world_size if hello is not None else 0,
             state=job_state(attempt, rows),
             started_s=self._started_s,
-            rows=rows,
+            rows=rows if of is None else tuple(row for row in rows if row.rank == of),
             incarnation=hello.incarnation if hello is not None else 0,
             replaced=attempt.replaced if attempt is not None else (),
+            ended_by_all=attempt is not None and ended_by_all(attempt),
         )
 
     # -- the switch -------------------------------------------------------------------------------
