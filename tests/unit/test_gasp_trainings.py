@@ -17,6 +17,7 @@ from lastgasp.gasp.attempt import ENTER, IMPORTS, Attempt
 from lastgasp.gasp.incidents import Incidents
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.records import RecordWriter
+from lastgasp.gasp.repeats import LIMIT, Repeats
 from support.switch_job import hello
 
 AGAIN = Again(incarnation=1, step=8, source=0, takers=(1,), lost=(), port=1)
@@ -187,6 +188,20 @@ def test_only_the_first_training_shows_how_long_a_start_takes(job: Job, director
         job.comes(0, 1)
     job.attempt.took(0, 10 * IMPORTS * ENTER)
     assert job.machine.slow == ""
+
+
+def test_exceptions_that_the_script_handles_are_none_that_end_its_training_again_and_again(
+    job: Job, tmp_path: Path
+) -> None:
+    """Pruned trials, say; the launcher would stop the job at the next fault of any kind."""
+    for trial in range(LIMIT):
+        job.begins(0)
+        job.machine.faults.append(FAULT)
+        job.attempt.note(RecordPhase(phase="detected"))
+        job.attempt.note(RecordPhase(phase="released"))
+        assert job.attempt.repeats == Repeats(1, FAULT.cause)
+        job.join(0, tmp_path / str(trial))
+    assert job.attempt.repeats == Repeats() and not job.machine.weary
 
 
 @pytest.mark.parametrize("later", [True, False])

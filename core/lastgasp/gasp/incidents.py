@@ -59,7 +59,6 @@ class Incidents:
             log.warning("%s", narration.event(led))
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None:
-            self.current.follows(self.previous.repeats)
             self.current.learns(self.previous)
         if self.previous is not None and self.previous.again is not None:
             self._in_memory = self.previous
@@ -76,7 +75,10 @@ class Incidents:
             self.current.training = 0 if self.previous.again is not None else self.previous.training + 1
         if self.current.training and self.previous is not None and self.previous.incident is not None:
             log.warning("%s; the script goes on", narration.event(self.previous.incident))  # it has handled that
+            self.current.follows(self.previous.before)
             self.previous = None
+        elif self.previous is not None:
+            self.current.follows(self.previous.repeats)
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()
