@@ -314,6 +314,23 @@ def test_behind_a_training_that_all_have_ended_no_recovery_is_waited_for(
     assert f"did not finish within {waited:g} s" in caplog.text
 
 
+def test_a_host_whose_ranks_are_all_dead_is_not_one_that_has_ended_its_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others may agree to replace them, which takes them as long as any recovery."""
+    agent, now = GaspAgent.__new__(GaspAgent), [100.0]
+    agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()  # type: ignore[assignment]
+    nothing: Any = lambda *_: None  # noqa: E731
+    agent._in_place = SimpleNamespace(offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=True)  # type: ignore[assignment]
+    monkeypatch.setattr(agent, "_codes", lambda group: {0: -9, 1: -9})
+    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
+    monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
+    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
+    assert not agent._hold(agent._worker_group)
+    assert 1210 <= now[0] - 100 < 1212
+
+
 # -- progress of an attempt ------------------------------------------------------------------------
 
 

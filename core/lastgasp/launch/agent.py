@@ -259,7 +259,7 @@ class GaspAgent(LocalElasticAgent):
             for rank in failed.keys() - known:
                 self._in_place.report_exit(rank, failed[rank], self._pid(worker_group, rank))
             known |= failed.keys()
-            if failed and self._all_left():  # no recovery follows, and torch would stop the others at once
+            if failed and self._running(worker_group) and self._all_left():  # no recovery; torch would not wait
                 limit = min(limit, _clock.monotonic() - start + FINISH)
             if self._in_place.replaced(failed):
                 return True
