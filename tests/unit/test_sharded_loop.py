@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lastgasp.errors import DeadlineExceeded
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.sharded.shards import Shards, host_memory
 
@@ -44,6 +45,28 @@ def test_what_cannot_be_gone_on_with_is_refused_with_its_reason(more: Any, refus
     assert found.startswith(refusal) and bool(found) == bool(refusal)
     if not refusal:
         assert loop._small == {"epoch": 1}
+
+
+def test_a_rank_that_is_late_for_a_periodic_checkpoint_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait may take as long as ranks may go without progress."""
+    loop: Any = object.__new__(ShardedLoop)
+    asked: list[str] = []
+
+    def gather(tag: str, own: bytes, seconds: float) -> list[bytes]:
+        asked.append(tag)
+        raise DeadlineExceeded("all ranks", seconds, "Look at the slowest rank.")
+
+    engine = SimpleNamespace(progress=lambda phase: None, gather=gather, status=SimpleNamespace(durable=0))
+    layout = SimpleNamespace(periodic_path=lambda *_: Path("ckpts/periodic"))
+    config = SimpleNamespace(directory="ckpts", save_timeout=1.0)
+    loop.__dict__["_run"] = SimpleNamespace(
+        engine=engine, state=SimpleNamespace(layout=layout), config=config,
+        fit=SimpleNamespace(number=0), place=SimpleNamespace(replicas=((0, 1),)),
+    )  # fmt: skip
+    monkeypatch.setattr(ShardedLoop, "rank", 1, raising=False)
+    monkeypatch.setattr(ShardedLoop, "capture", lambda self, step: b"")
+    loop.save_periodic(8)
+    assert asked == ["loop/save/8"] and engine.status.durable == 0
 
 
 def test_a_device_s_state_takes_no_memory_of_the_host_before_a_copy_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,14 +219,15 @@ class ShardedLoop(ShardedSource):
         except (OSError, LastgaspError) as error:
             log.error("rank %d: its part of %s could not be written (%s)", self.rank, target, error)
         try:
-            parts = together(engine, f"loop/save/{step}", own, run.config) or []
-            aux = together(engine, f"loop/save/aux/{step}", self.capture(step), run.config) or []
-            chosen = {rank: parts[rank] for rank in {group[0] for group in run.place.replicas} if parts and aux}
-            done = b""
-            if self.rank == 0 and staged is not None and chosen and all(chosen.values()):
-                done = self._publish_periodic(staged, own, chosen, dict(enumerate(aux)))
-            if (together(engine, f"loop/saved/{step}", done, run.config) or [b""])[0]:
-                engine.status.durable = max(engine.status.durable, step)
+            parts = together(engine, f"loop/save/{step}", own, run.config)
+            aux = parts and together(engine, f"loop/save/aux/{step}", self.capture(step), run.config)
+            if parts and aux:  # who was late once would be waited for again
+                chosen = {rank: parts[rank] for rank in {group[0] for group in run.place.replicas}}
+                done = b""
+                if self.rank == 0 and staged is not None and all(chosen.values()):
+                    done = self._publish_periodic(staged, own, chosen, dict(enumerate(aux)))
+                if (together(engine, f"loop/saved/{step}", done, run.config) or [b""])[0]:
+                    engine.status.durable = max(engine.status.durable, step)
         finally:
             if staged is not None:
                 staged.discard()
