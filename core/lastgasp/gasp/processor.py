@@ -354,7 +354,7 @@ class Processor:
             return
         log.warning(
             "rank %d lost the controller (%s): training continues; after a fault this rank saves by the same rule, "
-            "on its own, and a hung peer is no longer noticed",
+            "on its own; a hung peer is no longer noticed, and `every=` of a custom loop writes nothing any more",
             self._source.rank,
             why,
         )
