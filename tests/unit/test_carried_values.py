@@ -441,6 +441,20 @@ def test_tensors_that_have_no_place_of_their_own_stay_different_ones(make: type)
     assert set(map(id, made)) == set(map(id, other))
 
 
+def test_attributes_that_have_much_in_common_are_written_once() -> None:
+    def make() -> Holder:
+        many = [[0] for _ in range(1000)]
+        return Holder(outs=many, other=[*many])
+
+    def train(one: Any) -> None:
+        one.outs[3].append(1)
+
+    data, after = Process(make).gives(train), Process(make)
+    assert msgspec.msgpack.decode(data)[-1] == [["holder.other", "holder.outs"]]
+    assert after.takes({0: data}) == ""
+    assert after.holder.other[3] is after.holder.outs[3] == [0, 1]  # type: ignore[attr-defined]
+
+
 def test_which_is_one_thing_counts_as_well_as_what_is_in_it() -> None:
     def make() -> Holder:
         return Holder(a=torch.zeros(1), b=torch.zeros(1), c=[0], d=[0])
@@ -479,6 +493,19 @@ def test_what_a_script_frees_is_not_kept_in_memory() -> None:
             assert len(found.paths(shared)) == 2 and not found.paths(del_rows)
         del rows, del_rows
         assert first() is None
+
+
+def test_keys_may_be_tuples() -> None:
+    def train(one: Any) -> None:
+        one.best = Counter({("a", ("b", 1)): 2})
+        one.outs.append({(1, 2): "x", frozenset({3}): (4,)})
+        one.count = 3
+
+    after = Process(holder)
+    assert after.takes({0: Process(holder).gives(train)}) == ""
+    found: Any = after.holder
+    assert found.best == Counter({("a", ("b", 1)): 2}) and found.outs == [{(1, 2): "x", frozenset({3}): (4,)}]
+    assert found.count == 3
 
 
 def test_members_of_a_set_are_told_apart() -> None:

@@ -192,8 +192,9 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
             one.began, one.data, {i: [list(path) for path in paths] for i, paths in kept.items() if paths},
             {i: tag for i, tag in shared.items() if tag},
         )  # fmt: skip
-    together = [sorted(map(".".join, group)) for group in common.groups(carried, unwritten)]
-    return _OfRank(_VERSION, found, sorted(f"{place}.{name}" for place, name in lost), "", sorted(together))
+    together = {tuple(sorted(map(".".join, one))) for one in common.groups(carried, unwritten)}  # of many objects the same
+    named = sorted(f"{place}.{name}" for place, name in lost)
+    return _OfRank(_VERSION, found, named, "", list(map(list, sorted(together))))
 
 
 def _at_boundary(values: UserValues, large: list[Big]) -> Callable[[Any, str], Any]:
@@ -209,6 +210,8 @@ def _at_boundary(values: UserValues, large: list[Big]) -> Callable[[Any, str], A
         big = values.big.get(id(value))
         if big is not None and big.found() is value and (id(value), kind) not in index and in_host_memory(value):
             large.append(big)
+            return content_of(value, kind)
+        if kind is kinds.TUPLE and (id(value), kind) not in index:  # a key of a dict, and cannot change
             return content_of(value, kind)
         content = index[id(value), kind]
         return content.items if isinstance(content, Long) else content
