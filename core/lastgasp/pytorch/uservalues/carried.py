@@ -192,9 +192,8 @@ def _changed(values: UserValues, began: Began, start: Began) -> _OfRank:
             one.began, one.data, {i: [list(path) for path in paths] for i, paths in kept.items() if paths},
             {i: tag for i, tag in shared.items() if tag},
         )  # fmt: skip
-    together = {tuple(sorted(map(".".join, one))) for one in common.groups(carried, unwritten)}  # of many objects the same
-    named = sorted(f"{place}.{name}" for place, name in lost)
-    return _OfRank(_VERSION, found, named, "", list(map(list, sorted(together))))
+    groups = {tuple(sorted(map(".".join, one))) for one in common.groups(carried, unwritten)}  # many have the same
+    return _OfRank(_VERSION, found, sorted(map(".".join, lost)), "", list(map(list, sorted(groups))))
 
 
 def _at_boundary(values: UserValues, large: list[Big]) -> Callable[[Any, str], Any]:
