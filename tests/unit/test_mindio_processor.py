@@ -11,7 +11,7 @@ import pytest
 
 from lastgasp.adapter import Place, RankStatus, Release, data_parallel
 from lastgasp.adapter.again import Again
-from lastgasp_mindio import framework, processor, reload, utils
+from lastgasp_mindio import framework, notices, processor, reload, utils
 from lastgasp_mindio.elastic import Wishes
 from lastgasp_mindio.processor import Processor
 
@@ -28,6 +28,7 @@ class Engine:
         self.place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=attempt)
         self.session: Any = self
         self.closed = 0
+        self.wishes = Wishes()
         self.note = self.notes.append
 
     def begin(self, step: int) -> None:
@@ -60,10 +61,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """What `protect` returns."""
     found = Engine()
 
-    def protect(place: Any, info: Any, handlers: Any, faults: Any, wishes: Wishes) -> Engine:
-        if info is None:
-            raise ValueError("tft_set_optimizer_replica was not called on rank 0")
-        found.wishes = wishes  # type: ignore[attr-defined]
+    def protect(place: Any, infos: Any, handlers: Any, faults: Any, wishes: Wishes) -> Engine:
+        found.wishes = wishes
         return found
 
     monkeypatch.setattr(processor, "protect", protect)
@@ -200,3 +199,58 @@ def test_in_stop_and_clean_the_type_of_the_repair_is_known(
     more = again(rung) if rung else None
     engine.status.release(Release(recovery=0, ending="in_place", step=3, path="", reason="", again=more))
     assert framework.tft_get_repair_type() == named
+
+
+# -- what comes inside of the decorated function, or later ---------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["start", "replica"])
+def test_what_is_missing_at_the_entry_may_come_inside(missing: str, engine: Engine) -> None:
+    found = started()
+    found.started, found.info, found.retry = missing != "start", None, True
+    for name in ("stop", "clean", "repair", "rollback", "rebuild_group"):
+        found.handlers.register(name, print, None)
+
+    def main() -> None:
+        found.started, found.info = True, INFO
+        update(found, 1)
+        update(found, 2)
+
+    found.decorate(main)()
+    assert (engine.began, engine.steps, engine.closed) == ([0], [1, 2], 1)
+    assert engine.wishes.recovery == ("retry" if missing == "replica" else "")  # it would be started twice
+
+
+def test_updates_before_the_processor_is_started_are_no_reason_to_protect_none(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = started()
+    found.started = False
+    update(found, 1)
+    assert "ignored" not in caplog.text
+    found.started = True
+    update(found, 2)
+    assert (engine.began, engine.steps) == ([1], [2])
+
+
+def test_what_is_missing_at_the_first_update_is_said_and_not_waited_for(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To ask all ranks before each update would cost more than it could bring; the next training asks again."""
+    found = started()
+    found.info = None
+    update(found, 1)
+    assert "tft_set_optimizer_replica was not called" in caplog.text
+    found.info = INFO
+    update(found, 2)
+    assert engine.began == []
+    found.decorate(lambda: update(found, 3))()
+    assert engine.began == [2]
+
+
+def test_a_decorated_function_that_was_never_protected_says_so(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    Processor().decorate(lambda: None)()
+    assert "training is not protected: tft_init_processor" in caplog.text

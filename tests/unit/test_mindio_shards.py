@@ -188,12 +188,51 @@ def test_where_only_a_periodic_save_is_left_the_tracker_names_it(
     assert (folder / reload.TRACKER).read_text() == "4"
 
 
+@pytest.mark.parametrize("ending", ["_tmp", ".tmp"])
+def test_an_unfinished_dump_is_none_that_is_left(ending: str, folder: Path) -> None:
+    """MindSpeed-LLM's temporary name, which the save handler of a rank that was killed has left."""
+    dump(folder, 12, ending)
+    flip_bit(folder / "iter_0000005/model.pt", 100)
+    reload.verify_newest()
+    assert (folder / reload.TRACKER).read_text() == "4"
+    shutil.rmtree(folder / "iter_0000004")
+    flip_bit(folder / "iter_0000003/model.pt", 100)
+    with pytest.raises(NoGoodCheckpoint):
+        reload.verify_newest()
+
+
+def test_names_of_a_users_own_layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout in ("iter_*_all", ".pt"):
+        monkeypatch.setenv(settings.LAYOUT, layout)
+        end = layout.rpartition("*")[2]
+        names = (f"iter_7{end}", f"iter_7_tmp{end}")
+        assert [reload._finished(folder / name, settings.layout()) for name in names] == [True, False], layout
+
+
 def test_where_all_are_damaged_the_job_does_not_start(folder: Path) -> None:
     shutil.rmtree(folder / "iter_0000004")
     for step in (3, 5):
         flip_bit(folder / f"iter_000000{step}/model.pt", 100)
     with pytest.raises(NoGoodCheckpoint, match="iter_0000003"):
         reload.verify_newest()
+
+
+def test_what_cannot_be_read_in_time_is_not_verified_and_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks wait for rank 0 to make the process group, and not for ever."""
+    writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
+    path = dump(folder, 7)
+    (path / "optim.pt").write_bytes(bytes(100))
+    manifests.seal(folder, LAYOUT, 7, writer)
+    flip_bit(path / "optim.pt", 50)
+    monkeypatch.setattr(reload, "LIMIT", -1.0)
+    reload.verify_newest()
+    assert path.is_dir() and f"{path} is not verified: 1792 of 1892 bytes" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setenv("LASTGASP_DIR", str(folder))
+    reload.verify_newest()
+    assert not path.exists()
 
 
 def test_with_resume_never_nothing_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

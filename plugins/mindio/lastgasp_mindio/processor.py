@@ -25,7 +25,7 @@ from lastgasp_mindio.enums import Action, ReportState
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.notices import say
 from lastgasp_mindio.shards import Info
-from lastgasp_mindio.training import Protection, protect
+from lastgasp_mindio.training import NotYet, Protection, infos_of_all, protect
 
 log = logging.getLogger("lastgasp")
 
@@ -67,6 +67,7 @@ class Processor:
     _trainings: int = 0
     _protection: Protection | None = None
     _inside: bool = False
+    _decorated: bool = False
 
     def __post_init__(self) -> None:
         self.before_update: Callable[[], None] = self._first_update
@@ -101,7 +102,8 @@ class Processor:
     def close(self) -> None:
         """Training ended well on this rank. Idempotent."""
         protection, self._protection = self._protection, None
-        self.before_update, self.completed, self._inside = self._first_update, self._first_completed, False
+        self.before_update, self.completed = self._first_update, self._first_completed
+        self._inside = self._decorated = False
         if protection is not None:
             protection.close()
 
@@ -130,8 +132,9 @@ class Processor:
         def protected(*args: Any, **options: Any) -> Any:
             given = args if self.framework else list(args)
             self.handlers.args = given  # tft_set_step_args changes what handlers get, and not what the function does
+            self._decorated = self.started  # what is started inside cannot be started twice
             if not self.reboot:
-                self._connect(decorated=True)
+                self._connect(at_entry=True)
             while True:
                 try:
                     result = func(*given, **options)
@@ -140,33 +143,46 @@ class Processor:
                 except BaseException as error:
                     again = self._answered(error)
                     if again is None:
+                        self._decorated = False
                         raise
                     traceback.clear_frames(error.__traceback__)
                 else:
+                    if not self.started:
+                        self._say_not_started()
                     self.close()
                     return result
                 self._enter_again(again)
 
         return protected
 
-    def _connect(self, decorated: bool = False) -> None:
-        """Reach the controller, all ranks together. Where MindIO would save nothing, the job runs unprotected."""
+    def _connect(self, at_entry: bool = False) -> None:
+        """Reach the controller, all ranks together. Where MindIO would save nothing, the job runs unprotected.
+
+        Args:
+            at_entry: of the decorated function, inside of which what is missing may come: before its first update.
+        """
         if self._protection is not None:
             return
+        self.before_update, self.completed, self._inside = self._first_update, self._first_completed, False
         if not self.started:
-            say("training is not protected: tft_init_processor and tft_start_processor were not called", self.rank)
-            self._unprotected()
+            if not at_entry:
+                self._say_not_started()
             return
         device.remember()
-        self._trainings += 1
-        wishes = self._wishes() if decorated else Wishes()
-        if wishes.dp is not None:
-            tell_code(asked=True)
         try:
-            self._protection = protect((self.rank, self.world_size), self.info, self.handlers, self.faults, wishes)
+            infos = infos_of_all(self.info, self.world_size)
+            self._trainings += 1
+            wishes = self._wishes() if self._decorated else Wishes()
+            if wishes.dp is not None:
+                tell_code(asked=True)
+            self._protection = protect((self.rank, self.world_size), infos, self.handlers, self.faults, wishes)
         except ValueError as error:
-            say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
-            self._unprotected()
+            if not (at_entry and isinstance(error, NotYet)):
+                say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
+                self._unprotected()
+
+    def _say_not_started(self) -> None:
+        say("training is not protected: tft_init_processor and tft_start_processor were not called", self.rank)
 
     def _wishes(self) -> Wishes:
         """Which faults may be answered in place."""
@@ -218,7 +234,7 @@ class Processor:
     # -- the hot path -----------------------------------------------------------------------------
 
     def _first_update(self) -> None:
-        """Before the first update of this run: without the decorator, connect."""
+        """Before the first update of this run: connect, where that was not done yet."""
         if self.handlers.inside:
             raise RuntimeError(f"tft_start_updating_os inside the {self.handlers.inside} handler")
         if self.reboot:
@@ -229,12 +245,13 @@ class Processor:
 
     def _first_completed(self, step: int) -> None:
         """After the first update: only now is the step known from which training began."""
-        protection = self._protection
-        if not self._inside or protection is None:
+        protection, inside = self._protection, self._inside
+        self._inside = False
+        if not inside:
             self._ignored(step)
+        if not inside or protection is None:
             return
         if settings.reuses_fp32() and not settings.is_update(step):
-            self._inside = False
             return
         protection.begin(step - 1)
         session = protection.run.session

@@ -9,8 +9,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lastgasp.adapter import Layout, NoGoodCheckpoint, Place
-from lastgasp.adapter.checkpoint import Candidate, candidates, progress_bar, put_back, quarantine, verify
+from lastgasp.adapter import Layout, NoGoodCheckpoint, Place, clock
+from lastgasp.adapter.checkpoint import (
+    Candidate,
+    DirectoryLayout,
+    SingleFile,
+    candidates,
+    progress_bar,
+    put_back,
+    quarantine,
+    verify,
+)
 from lastgasp.adapter.files import remove_stale_temps, write_atomically
 from lastgasp_mindio import settings
 from lastgasp_mindio.notices import say
@@ -18,6 +27,12 @@ from lastgasp_mindio.notices import say
 log = logging.getLogger("lastgasp")
 
 TRACKER = "latest_checkpointed_iteration.txt"
+LIMIT = 240.0
+"""Seconds for all reading; torch's store waits 300 s, and Megatron's process group ten minutes, for rank 0."""
+
+
+class _Late(Exception):
+    """The time is over."""
 
 
 def verify_newest() -> None:
@@ -37,11 +52,15 @@ def verify_newest() -> None:
     remove_stale_temps(folder)
     put_back(folder, layout)
     reasons: dict[str, str] = {}
-    unverified = False
+    unverified, deadline = False, clock.monotonic() + LIMIT
     for candidate in candidates([folder], layout):
-        why = _judged(candidate, layout)
+        try:
+            why = _judged(candidate, layout, deadline)
+        except _Late as late:
+            log.warning("%s is not verified: %s; the job's own code loads it as it is", candidate.path, late)
+            break
         if why is None:
-            unverified = True
+            unverified = unverified or _finished(candidate.path, layout)
             continue
         if not why:
             log.info("%s is verified", candidate.path)
@@ -79,26 +98,47 @@ def passed_over(step: int, place: Place) -> str:
     return ""
 
 
-def _judged(candidate: Candidate, layout: Layout) -> str | None:
-    """Why it must not be loaded, and moved away where that is proven; empty: it is good; None: it has no manifest."""
+def _judged(candidate: Candidate, layout: Layout, deadline: float) -> str | None:
+    """Why it must not be loaded, and moved away where that is proven; empty: it is good; None: it has no manifest.
+
+    Raises:
+        _Late: it could not be read until `deadline`.
+    """
     if candidate.manifest is None and not candidate.proven:
         return None
     why, proven = [candidate.problem] if candidate.problem else [], candidate.proven
     if candidate.manifest is not None and not why:
-        with progress_bar(f"verifying {candidate.path.name}") as progress:
-            verdict = verify(candidate.path, layout, manifest=candidate.manifest, progress=progress)
+        with progress_bar(f"verifying {candidate.path.name}") as bar:
+
+            def tell(done: int, total: int) -> None:
+                if bar is not None:
+                    bar(done, total)
+                if done < total and clock.monotonic() > deadline:
+                    raise _Late(f"{done} of {total} bytes were read in {LIMIT:g} s")
+
+            verdict = verify(candidate.path, layout, manifest=candidate.manifest, progress=tell)
         why, proven = verdict.reasons, verdict.proven
     quarantine(candidate, why, proven=proven, layout=layout)
     return "; ".join(why)
 
 
-def _repair_tracker(folder: Path, layout: Layout) -> None:
+def _repair_tracker(folder: Path, layout: SingleFile | DirectoryLayout) -> None:
     """Megatron's tracker names what was moved away: make it name the newest that is left."""
     tracker = folder / TRACKER
     if not tracker.exists():
         return
-    left = [step for path in layout.discover(folder) if layout.parts(path) and (step := layout.step(path)) is not None]
+    there = [path for path in layout.discover(folder) if layout.parts(path) and _finished(path, layout)]
+    left = [step for path in there if (step := layout.step(path)) is not None]
     text = tracker.read_text(errors="replace").strip()
     if left and text != str(max(left)) and not (text.isdigit() and int(text) in left):
         write_atomically(tracker, str(max(left)).encode())
         log.warning("%s says %d now (it said %r)", tracker, max(left), text)
+
+
+def _finished(path: Path, layout: SingleFile | DirectoryLayout) -> bool:
+    """Its name ends with its number: what is being written has another one (`iter_0000012_tmp`), and may be left over.
+
+    An ending that the user's own pattern has does not count.
+    """
+    end = layout.suffix if isinstance(layout, SingleFile) else layout.pattern.rpartition("*")[2]
+    return path.name.removesuffix(end)[-1:].isdigit()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import GaspConfig, Layout, recovery_of
+from lastgasp.adapter import GaspConfig, recovery_of
 from lastgasp.adapter.again import LATER
 from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile
 from lastgasp_mindio.utils import update_was_timed
@@ -74,7 +74,7 @@ def _limit() -> float | None:
     return float(given) if _LIMITS[0] <= given <= _LIMITS[1] else None
 
 
-def layout() -> Layout:
+def layout() -> SingleFile | DirectoryLayout:
     """How the checkpoints lie in the directory. Raises ConfigError."""
     name = os.environ.get(LAYOUT) or DEFAULT_LAYOUT
     return SingleFile(name) if name.startswith(".") else DirectoryLayout(name)

@@ -250,20 +250,22 @@ class Protection:
             raise
 
 
+class NotYet(ValueError):
+    """What may still come: the process group, or `tft_set_optimizer_replica` on all ranks."""
+
+
 def protect(
-    place: tuple[int, int], info: Info | None, handlers: Handlers, faults: Classifier, wishes: Wishes
+    place: tuple[int, int], infos: Sequence[Info | None], handlers: Handlers, faults: Classifier, wishes: Wishes
 ) -> Protection:
     """Of a training that begins. All ranks call it together, after their process group.
 
     Args:
-        place: rank and size, of `tft_init_processor`; info: of `tft_set_optimizer_replica` on this rank.
-        wishes: as of `Protection`.
+        place: rank and size, of `tft_init_processor`; infos: as of `infos_of_all`; wishes: as of `Protection`.
 
     Raises:
         ValueError: MindIO would save nothing of this job, with the reason.
         ControlError and its kin: the controller is not there.
     """
-    infos = _of_all_ranks(info, place[1])
     known = place_in_job(*place, replicas_of(groups_of(infos)), shared.from_rank_0)
     return Protection(known, infos, handlers, faults, wishes)
 
@@ -273,11 +275,14 @@ def _users_handler() -> Any:
     return users if callable(users) else None
 
 
-def _of_all_ranks(info: Info | None, world_size: int) -> list[Info | None]:
-    if world_size == 1:
-        return [info]
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError("torch.distributed is not initialised")
-    found: list[Info | None] = [None] * world_size
-    dist.all_gather_object(found, info)
+def infos_of_all(info: Info | None, world_size: int) -> list[Info | None]:
+    """What all ranks have handed to `tft_set_optimizer_replica`. All call it together. Raises NotYet."""
+    found = [info]
+    if world_size > 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise NotYet("torch.distributed is not initialised")
+        found *= world_size
+        dist.all_gather_object(found, info)
+    if found.count(None) == world_size:
+        raise NotYet("tft_set_optimizer_replica was not called")
     return found

@@ -9,7 +9,6 @@ from lastgasp.adapter.worker import set_up_logs
 from . import log
 
 WITHOUT_EFFECT = (
-    "TASKD_LOG_PATH",
     "TASKD_FILE_LOG_LEVEL",
     "TASKD_STD_LOG_LEVEL",
     "TASKD_LOG_STDOUT",
