@@ -121,6 +121,43 @@ def test_rounds_keep_their_controller_and_count() -> None:
     assert first["LASTGASP_JOB"] == "job"
 
 
+def test_a_process_that_goes_on_after_its_job_has_its_own_variables_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook, or a driver, that calls `elastic_launch`, and trains itself later."""
+    monkeypatch.delenv("LASTGASP_CONTROLLER", raising=False)
+    monkeypatch.setenv("LASTGASP_JOB", "the user's")
+    before = dict(os.environ)
+    attempts = LaunchAttempts()
+    try:
+        for _ in range(2):
+            attempts.export(begin(attempts, Group()) | {"LASTGASP_CODE": "/proc/1/fd/3"})
+        assert os.environ["LASTGASP_CONTROLLER"]
+        assert os.environ["LASTGASP_JOB"] == "job"
+        os.environ["LASTGASP_CODE"] = "changed by another"
+    finally:
+        attempts.close()
+    assert dict(os.environ) == before | {"LASTGASP_CODE": "changed by another"}
+    del os.environ["LASTGASP_CODE"]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_restart_that_nobody_has_joined_does_not_forget_what_is_saved(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM to the launcher while the ranks of a restart still import: the step of the attempt before is saved."""
+    attempts, found = LaunchAttempts(), list[dict[int, signin.Entry]]()
+    saved = signin.Entry(rank=0, pid=7, hold=1.0, directory="", ending="saved", step=3)
+    monkeypatch.setattr(signin.Desk, "entries", property(lambda self: found[-1]))
+    try:
+        begin(attempts, Group())
+        found.append({0: saved})
+        attempts.end_attempt()
+        found.append({0: msgspec.structs.replace(saved, ending="", step=-1)} if joined else {})
+        begin(attempts, Group())
+    finally:
+        assert attempts.close() == ("" if joined else "saved")
+    assert attempts.last_word.safe == ("" if joined else "step 3 is safe in ")
+
+
 @pytest.fixture
 def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's connections are of this machine alone."""

@@ -126,7 +126,7 @@ class GaspAgent(LocalElasticAgent):
         pipes = {} if self._guest is None else {n: Newcomer.pipes() for n in range(len(worker_group.workers))}
         if pipes:
             own[JOINS] = ";".join(joins(local, theirs) for local, (_, _, theirs) in pipes.items())
-        os.environ.update(self._attempt.environment | own)
+        self._attempts.export(self._attempt.environment | own)
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
         os.environ.pop(JOINS, None)

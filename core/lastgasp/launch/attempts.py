@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,7 @@ class LaunchAttempts:
         self._noticed = False
         self._given = dict(os.environ)
         """As the user has set it; later attempts see what this launcher has set for its ranks."""
+        self._exported: dict[str, str] = {}
 
     def offer(self, store: Any, rank: int, size: int, run_id: str, fresh_store: bool) -> None:
         """Agree with the other agents; call it after the rendezvous, before torch assigns its ranks.
@@ -264,6 +265,20 @@ class LaunchAttempts:
         current.environment = current.desk.environment | notice.environment
         return current
 
+    def export(self, variables: Mapping[str, str]) -> None:
+        """Set what this process's children are to inherit, until `close`."""
+        self._exported |= variables
+        os.environ.update(variables)
+
+    def _take_back(self) -> None:
+        """A notebook or a driver may train itself after its job, whose controller is gone then."""
+        for name in [name for name, value in self._exported.items() if os.environ.get(name) == value]:
+            if name in self._given:
+                os.environ[name] = self._given[name]
+            else:
+                del os.environ[name]
+        self._exported.clear()
+
     def _keep_buffers(self, notice: Notice) -> None:
         """Report the buffers that this host's ranks leave behind to the controller, which is on another host."""
         if self._keeper is not None and self._keeper.address != notice.controller:
@@ -295,9 +310,14 @@ class LaunchAttempts:
         return Notice("", "", self._job or run_id, self._started, why=why)
 
     def end_attempt(self) -> None:
-        """The workers of the attempt have ended: keep what became of their last step. Idempotent."""
+        """The workers of the attempt have ended: keep what became of their last step. Idempotent.
+
+        Where they have ended before any of them has joined, that is what the attempt before has left.
+        """
         if self._last is not None:
-            self.last_word = self._last.last_word()
+            word = self._last.last_word()
+            if word.ending or self._last.joined():
+                self.last_word = word
             self._last.desk.close()
             self._last = None
 
@@ -321,6 +341,7 @@ class LaunchAttempts:
         self.end_attempt()
         if self._controller is not None:
             self._controller.stop()
+        self._take_back()
         return self.last_word.ending
 
 
