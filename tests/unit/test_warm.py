@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,8 @@ from typing import Any
 import pytest
 
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.imported import changed, libraries, origin
+from lastgasp.gasp.imported import VARIABLE, changed, libraries, origin, report
+from lastgasp.launch import forked as forked_module
 from lastgasp.launch import warm, warm_checks, warm_process
 from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.warm import Ranks, Start, Warm
@@ -122,6 +126,22 @@ def test_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
     assert len(set(draws)) == 4
 
 
+def test_a_generator_of_a_library_begins_anywhere_in_each_rank_unless_it_has_a_seed(tmp_path: Path) -> None:
+    library(tmp_path, "drawing", "import random\nfree, seeded = random.Random(), random.Random(7)")
+    program = tmp_path / "draw.py"
+    program.write_text("import drawing; print(drawing.free.random(), drawing.seeded.random())\n")
+    with process(tmp_path, "drawing") as found:
+        ready(found)
+        draws = []
+        for _ in range(2):
+            rank, out, err = forked(found, tmp_path, str(program))
+            assert rank.wait(PATIENCE) == 0, err.read_text()
+            draws.append(out.read_text().split())
+    (one, seeded), (other, also) = draws
+    assert one != other
+    assert seeded == also == str(random.Random(7).random())
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A shell starts what runs in the background with SIGINT ignored, and so would be all that is started here."""
@@ -169,6 +189,47 @@ def test_ranks_outlive_it_and_their_ends_are_seen(tmp_path: Path) -> None:
         assert rank.wait(PATIENCE) == 0
 
 
+def test_a_forked_rank_can_all_that_the_launcher_asks_of_a_process() -> None:
+    folder = Path(forked_module.__file__).parent
+    torchs = importlib.util.find_spec("torch.distributed.elastic.multiprocessing")
+    folders = [folder, *(torchs.submodule_search_locations or () if torchs is not None else ())]
+    sources = [path.read_text() for one in folders for path in Path(one).rglob("*.py")]
+    asked = {name for source in sources for name in re.findall(r"handler\.proc\.(\w+)", source)}
+    assert asked > {"poll", "pid", "kill"}
+    assert {name for name in asked if not hasattr(ForkedProcess, name)} <= {"pid", "returncode"}
+    with subprocess.Popen(["sleep", "60"]) as one:
+        rank = ForkedProcess(one.pid)
+        rank.kill()
+        assert rank.wait(PATIENCE) == -signal.SIGKILL
+        rank.kill()  # of no effect
+
+
+def test_two_threads_may_look_at_a_forked_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's main thread, and the one that forwards signals."""
+    real, looked, go = os.waitpid, threading.Event(), threading.Event()
+
+    def slow(pid: int, options: int) -> tuple[int, int]:
+        found = real(pid, options)
+        looked.set()
+        assert go.wait(PATIENCE)
+        return found
+
+    with subprocess.Popen(["true"]) as one:
+        os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+        rank = ForkedProcess(one.pid)
+        monkeypatch.setattr(forked_module.os, "waitpid", slow)  # type: ignore[attr-defined]
+        other = threading.Thread(target=rank.poll)
+        other.start()
+        assert looked.wait(PATIENCE)
+        try:
+            assert rank.poll() is None, "the other thread has not said it yet"
+        finally:
+            go.set()
+            other.join()
+            monkeypatch.undo()
+        assert rank.poll() == 0
+
+
 def test_a_rank_that_comes_too_late_never_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_process, "FORK_LIMIT", 0.2)
     with process(tmp_path) as found:
@@ -206,9 +267,10 @@ def test_what_an_import_does_may_forbid_a_fork(source: str, why: str, tmp_path: 
         ready(found)
 
 
-def test_a_variable_that_the_script_sets_before_its_imports_forbids_it(tmp_path: Path) -> None:
-    why = "the script sets OMP_NUM_THREADS itself"
-    with process(tmp_path, environment={"OMP_NUM_THREADS": "77"}) as found, pytest.raises(NoFork, match=why):
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG"])
+def test_a_variable_that_the_script_sets_before_its_imports_forbids_it(name: str, tmp_path: Path) -> None:
+    why = f"the script sets {name} itself"
+    with process(tmp_path, environment={name: "77"}) as found, pytest.raises(NoFork, match=why):
         ready(found)
 
 
@@ -317,6 +379,28 @@ def test_threads_of_a_library_that_looks_after_forks_are_no_hindrance(tmp_path: 
 
 
 # -- what the launcher decides ---------------------------------------------------------------------
+
+
+def test_paths_and_variables_that_are_not_utf8_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, odd = Warm(why=""), os.fsdecode(b"caf\xe9")
+    monkeypatch.setenv(VARIABLE, one.begin()[VARIABLE])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("ODD", odd)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"/tmp/{odd}/train.py")
+    report()
+    found = one._reported()
+    assert found is not None
+    assert (found.modules["__main__"], found.environment["ODD"]) == (f"/tmp/{odd}/train.py", odd)
+    one.close()
+
+
+def test_what_is_no_report_costs_the_warm_process_and_not_the_job(tmp_path: Path) -> None:
+    for line in (b"{\n", b"[]\n", b'{"modules": 1}\n', b"\xff\n"):
+        one = Warm(why="")
+        Path(one.begin()[VARIABLE]).write_bytes(line)
+        one.look(Ranks(COMMAND, ()))
+        assert "cannot be read" in one.why, line
+        one.close()
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

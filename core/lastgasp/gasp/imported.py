@@ -6,6 +6,8 @@ compiler included, which the first step of an optimizer brings in.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import sysconfig
@@ -33,6 +35,18 @@ class Imported(msgspec.Struct, frozen=True):
     modules: dict[str, str]
     environment: dict[str, str | None] = {}
 
+    def encoded(self) -> bytes:
+        """For the launcher; paths and values may be no UTF-8, which msgspec does not write."""
+        return json.dumps(msgspec.structs.asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Imported:
+        """Of what `encoded` has made. Raises ValueError: it is something else."""
+        try:
+            return msgspec.convert(json.loads(data), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
+
 
 def report() -> None:
     """On a rank: tell the launcher, where it asks for that. The first rank of a host does. Never raises."""
@@ -42,17 +56,13 @@ def report() -> None:
     modules = {name: origin(module) for name, module in list(sys.modules.items())}
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     modules["__main__"] = os.path.abspath(script) if script else ""
-    found = Imported(modules, changed(at_start(), os.environ))
-    try:
+    with contextlib.suppress(OSError, ValueError):  # the launcher is gone
+        line = Imported(modules, changed(at_start(), os.environ)).encoded() + b"\n"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:  # the launcher is gone
-        return
-    try:
-        os.write(file, msgspec.json.encode(found) + b"\n")
-    except OSError:
-        pass
-    finally:
-        os.close(file)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
 
 
 def libraries(modules: Mapping[str, str]) -> Iterator[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import threading
 import time
 
 from lastgasp import _clock
@@ -23,14 +25,19 @@ class ForkedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._looking = threading.Lock()
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+        """The exit code; None while it runs, and while another thread looks."""
+        if self._looking.acquire(blocking=False):  # who comes second would find no child any more
+            try:
+                if self.returncode is None:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    if pid:
+                        self.returncode = os.waitstatus_to_exitcode(status)
+            finally:
+                self._looking.release()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -51,3 +58,7 @@ class ForkedProcess:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """By SIGKILL; of no effect once it has ended."""
+        self.send_signal(signal.SIGKILL)

@@ -148,7 +148,10 @@ class Warm:
     def _reported(self) -> Imported | None:
         size = os.fstat(self._file).st_size
         line, end, _ = os.pread(self._file, size, 0).partition(b"\n") if size else (b"", b"", b"")
-        return msgspec.json.decode(line, type=Imported) if end else None
+        try:
+            return Imported.decoded(line) if end else None
+        except ValueError as error:
+            raise NoFork(f"what the ranks have imported cannot be read ({error})") from None
 
     def _prepare(self, ranks: Ranks, found: Imported) -> None:
         if why := ranks.cannot():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from lastgasp.gasp.imported import LIBRARIES, origin
 
@@ -23,9 +25,14 @@ BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWO
 """Modules that go through all variables when they are imported, and how the names begin that they take."""
 AT_LOADING = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "PYTORCH_", "ATEN_",
-    "TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_LINALG_", "TORCH_CPP_",
+    "TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_LINALG_", "TORCH_CPP_", "TORCH_DISTRIBUTED_",
 )  # fmt: skip
 """Native libraries read variables with such names when they are loaded, which `watching_environment` does not see."""
+
+
+UNSEEDED: WeakSet[random.Random] = WeakSet()
+"""Generators that imports have made without a seed: in a fresh interpreter each begins anywhere, and so they do in the
+child (`warm_child.renew_seeds`)."""
 
 
 def threads() -> int:
@@ -157,6 +164,22 @@ def watching_environment(names: Collection[str]) -> Iterator[list[tuple[str, str
         yield found
     finally:
         kind.__getitem__, kind.__iter__ = get, iterate  # type: ignore[method-assign]
+
+
+@contextmanager
+def watching_seeds() -> Iterator[None]:
+    """Notice in `UNSEEDED` which generators of `random` are made without a seed."""
+    original = random.Random.seed
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        original(self, a, version)
+        (UNSEEDED.add if a is None else UNSEEDED.discard)(self)
+
+    random.Random.seed = seed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        random.Random.seed = original  # type: ignore[method-assign]
 
 
 def _importing(frame: FrameType | None) -> str:

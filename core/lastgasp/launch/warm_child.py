@@ -10,6 +10,7 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import resource
 import runpy
 import signal
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lastgasp.gasp.again import ORDER
+from lastgasp.launch import warm_checks
 from lastgasp.launch.orphans import MARK
 
 
@@ -89,11 +91,13 @@ def renew_ranks(modules: Mapping[str, Any]) -> None:
 
 
 def renew_seeds(modules: Mapping[str, Any]) -> None:
-    """As in a fresh interpreter: torch's and NumPy's generators begin anywhere; `random` sees to its own at a fork."""
+    """As in a fresh interpreter: generators without a seed begin anywhere; `random` sees to its own one at a fork."""
+    for generator in warm_checks.UNSEEDED:
+        random.Random.seed(generator)
     if (torch := modules.get("torch")) is not None:
         torch.default_generator.seed()
-    if (random := modules.get("numpy.random")) is not None:
-        random.seed()
+    if (numpys := modules.get("numpy.random")) is not None:
+        numpys.seed()
 
 
 def pass_barriers(modules: Mapping[str, Any]) -> None:

@@ -28,7 +28,8 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
         plan: modules, environment: as `gasp.imported.Imported` has them. own: names of variables that each rank has
             its own value of.
     """
-    with warm_checks.watching_environment({*plan["own"], *plan["environment"]}) as readers:
+    watching = warm_checks.watching_environment({*plan["own"], *plan["environment"]})
+    with warm_checks.watching_seeds(), watching as readers:
         for name in libraries(plan["modules"]):
             try:
                 importlib.import_module(name)
