@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
@@ -132,10 +133,11 @@ def test_hooks_of_which_nobody_knows_whether_they_count_twice() -> None:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of one rank."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
+    gc.collect()  # DDP is in a cycle, and holds the group
     dist.destroy_process_group()
 
 

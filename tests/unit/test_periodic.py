@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch._C._distributed_c10d import HashStore
-from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.config import GaspConfig
 from lastgasp.errors import DeadlineExceeded
+from lastgasp.pytorch.loop import periodic
 from lastgasp.pytorch.loop.periodic import JOINED, Periodic
 
 
@@ -39,31 +34,17 @@ class Uneven:
         self.notes.append(text)
 
 
-@pytest.fixture
-def model() -> Iterator[DistributedDataParallel]:
-    """Of one rank."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield DistributedDataParallel(nn.Linear(1, 1))
-    dist.destroy_process_group()
-
-
-def test_ranks_without_data_are_waited_for_once(model: DistributedDataParallel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("joined", "waited"), [(True, [JOINED]), (False, [600.0, 600.0, 600.0])])
+def test_ranks_that_may_have_no_data_left_are_waited_for_once(
+    joined: bool, waited: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torch's `Join` alone."""
+    monkeypatch.setattr(periodic, "ddp_of", lambda model: model)
     engine: Any = Uneven()
     writer: Any = SimpleNamespace(place=SimpleNamespace(rank=1))
-    periodic = Periodic(engine, writer, GaspConfig.resolve(tmp_path), 0, [model])
-    with model.join():
-        model(torch.ones(1, 1)).sum().backward()
-        for step in (2, 4, 6):
-            periodic.save(step, b"", lambda _: {})
-    assert engine.waited == [JOINED]
-    [note] = engine.notes
-    assert "no periodic checkpoints are written from now on" in note
-
-
-def test_others_are_waited_for_each_time(model: DistributedDataParallel, tmp_path: Path) -> None:
-    engine: Any = Uneven()
-    writer: Any = SimpleNamespace(place=SimpleNamespace(rank=1))
-    periodic = Periodic(engine, writer, GaspConfig.resolve(tmp_path), 0, [model])
-    for step in (2, 4):
-        periodic.save(step, b"", lambda _: {})
-    assert engine.waited == [600.0, 600.0] and engine.notes == []
+    model = SimpleNamespace(_join_config=SimpleNamespace(enable=joined))
+    saves = Periodic(engine, writer, GaspConfig.resolve(tmp_path), 0, [model])
+    for step in (2, 4, 6):
+        saves.save(step, b"", lambda _: {})
+    assert engine.waited == waited
+    assert ["no periodic checkpoints are written from now on" in note for note in engine.notes] == [True] * joined
