@@ -195,7 +195,7 @@ class _Gasps:
     def _gasp(self) -> None:
         result = self._source.save(self._step, {}, "bench")
         self._source.publish(result, {0: result.part})
-        self._target = result.target
+        self._target = result.staged.target
 
     def _own(self) -> None:
         ms.save_checkpoint(self._network, str(self._plain_path))
