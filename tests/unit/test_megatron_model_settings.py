@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from lastgasp_megatron.exits import NotLoaded
 from lastgasp_megatron.model_settings import around_load_args
 from lastgasp_megatron.tracker import NAME
@@ -37,6 +39,8 @@ def load_args(args: Any, load_arg: str = "load") -> str:
     settings = Path(getattr(args, load_arg), f"iter_{args.ckpt_step or int(tracker.read_text()):07d}", "settings")
     if settings.read_text() == "damaged":
         sys.exit()
+    if settings.read_text() == "damaged torch_dist":
+        raise CheckpointException("metadata is None", {})
     return settings.read_text()
 
 
@@ -60,11 +64,12 @@ def test_those_of_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert settings(tmp_path, ckpt_step=10) == "of 10" and not caplog.text
 
 
+@pytest.mark.parametrize("newest", ["damaged", "damaged torch_dist"])
 def test_what_cannot_be_read_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    newest: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert settings(stored(tmp_path, newest="damaged")) == "of 10"
+    assert settings(stored(tmp_path, newest=newest)) == "of 10"
     assert "the model's settings are taken from" in caplog.text and "iter_0000010" in caplog.text
 
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from lastgasp.adapter import argument, cause_of
 from lastgasp.adapter.checkpoint import Candidate, candidates
 from lastgasp_megatron.exits import around_load
@@ -16,6 +18,8 @@ from lastgasp_megatron.steps import wrap
 from lastgasp_megatron.tracker import LAYOUT, read_tracker, tracker_saying
 
 log = logging.getLogger("lastgasp")
+
+_REFUSED = (Exception, CheckpointException)  # torch's own is no Exception
 
 
 def around_load_args(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,21 +30,21 @@ def around_load_args(call: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
     Raises:
         NotLoaded: there is no other, or the user named this one.
-        Exception: the same, as Megatron raised it.
+        Exception, CheckpointException: the same, as Megatron raised it.
     """
     given = argument(call, "args", args, kwargs)
     load = getattr(given, "load", None) if argument(call, "load_arg", args, kwargs, "load") == "load" else None
     if not load or getattr(given, "ckpt_step", None):
         return around_load(call, args, kwargs)
-    refused: Exception | None = None
+    refused: BaseException | None = None
     if read_tracker(Path(load)).state != "missing":
         try:
             return around_load(call, args, kwargs)
-        except Exception as error:
+        except _REFUSED as error:
             refused = error
     why = "there is no tracker" if refused is None else cause_of(refused)
     for one in candidates([Path(load).absolute()], LAYOUT):
-        with suppress(Exception):
+        with suppress(*_REFUSED):
             result = _of(one, call, args, kwargs)
             if os.environ.get("RANK", "0") == "0":
                 log.warning("--use-checkpoint-args: the model's settings are taken from %s (%s)", one.path, why)
