@@ -57,7 +57,7 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_GREETING = 64 * 1024
 MAX_FRAME = 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
