@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import StackSummary
 
 import msgspec
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lastgasp.checkpoint import Candidate, candidates, verify
 from lastgasp.checkpoint.quarantine import Reason
@@ -147,6 +149,30 @@ def test_an_error_of_the_machine_is_raised_at_once(error: Exception, tmp_path: P
     with pytest.raises(type(error)):
         Trial(gather).load(lambda but: candidates([tmp_path], FOLDERS)[0], load)
     assert not asked.is_set() and names(tmp_path) == before
+
+
+@pytest.mark.parametrize("other", [None, OSError(5, "flaky"), KeyboardInterrupt()])
+def test_torchs_exception_of_all_ranks_is_what_they_have_raised(other: BaseException | None, tmp_path: Path) -> None:
+    """It is no Exception, and DCP raises it for whatever goes wrong."""
+    stored(tmp_path)
+    errors: dict[int, BaseException] = {1: KeyError("no such tensor")} | ({0: other} if other else {})
+    failures = {rank: (error, StackSummary()) for rank, error in errors.items()}
+
+    def load(candidate: Candidate) -> None:
+        if candidate.step == 7:
+            raise CheckpointException("load", failures)
+
+    def choose(but: Collection[Path]) -> Candidate | None:
+        return next(c for c in candidates([tmp_path], FOLDERS) if c.path not in but)
+
+    trial = Trial(lambda tag, payload: [payload])
+    if other is not None:
+        with pytest.raises(CheckpointException):
+            trial.load(choose, load)
+        return
+    loaded = trial.load(choose, load)
+    assert loaded is not None and loaded.step == 5
+    assert [reasons for _, reasons in trial.refused] == [["rank 0: does not load: KeyError: 'no such tensor'"]]
 
 
 @pytest.mark.parametrize("lost", [ControlError("rank 1 is gone"), DeadlineExceeded("all", 1.0, "Look.")])

@@ -116,10 +116,11 @@ class Trial:
         own: Exception | None = None
         try:
             load(candidate)
-        except Exception as error:
-            if not self._about_content(error):
+        except BaseException as error:
+            errors = _errors(error)
+            if not errors or not all(map(self._about_content, errors)):
                 raise
-            own = error
+            own = errors[0]
         reasons, all_refuse = self._ask(candidate, own)
         if not reasons:
             return None
@@ -158,6 +159,14 @@ def trained_again(passed_over: int | None, resumed: int | None) -> str:
         return ""
     steps = passed_over - resumed
     return f"; step {resumed} was resumed from, and {steps} step{'s are' if steps > 1 else ' is'} trained again"
+
+
+def _errors(error: BaseException) -> list[Exception]:
+    """Itself; of torch's CheckpointException, which is no Exception, those of all ranks. Empty: it says nothing."""
+    failures = getattr(error, "failures", None)
+    found = [error] if not isinstance(failures, dict) else [one for one, *_ in failures.values()]
+    good = [one for one in found if isinstance(one, Exception)]
+    return good if len(good) == len(found) else []
 
 
 def _said(error: Exception) -> str:
