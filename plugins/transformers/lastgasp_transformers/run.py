@@ -178,7 +178,7 @@ class Run:
         """Everything is loaded, and training begins."""
         trainer, core, session = self._trainer, self.core, self.session
         self.training = training = Training(trainer, self._data, core.place, session, self._fit.number)
-        training.state.as_set = self._set_before(self._as_set or training.state.as_set)  # before a checkpoint was loaded
+        training.state.as_set = self._set_before(self._as_set or training.state.as_set)  # before one was loaded
         training.loaders = self._loaders
         core.on_close(training.recorder.close, last=True)
         core.on_close(training.close)
