@@ -23,7 +23,7 @@ from lastgasp.gasp import link as link_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import operator as operator_module
 from lastgasp.gasp import service
-from lastgasp.gasp.link import Link
+from lastgasp.gasp.link import Busy, Link
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.serve import ControllerThread
 from lastgasp.gasp.service import wrong_switch
@@ -343,7 +343,7 @@ def test_another_version_is_refused_and_fails_no_gather(monkeypatch: pytest.Monk
 def test_so_many_operators_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_OPERATORS", 2)
     with job_here(1) as job:
-        with job.operator(), job.operator(), pytest.raises(ControlError, match="2 operators are connected already"):
+        with job.operator(), job.operator(), pytest.raises(Busy, match="too many operators are connected already"):
             job.operator()
         until(lambda: job.controller._controller._service._operators == 0)
         job.table()

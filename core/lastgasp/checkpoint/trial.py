@@ -163,10 +163,11 @@ def trained_again(passed_over: int | None, resumed: int | None) -> str:
 
 def _errors(error: BaseException) -> list[Exception]:
     """Itself; of torch's CheckpointException, which is no Exception, those of all ranks. Empty: it says nothing."""
+    if isinstance(error, Exception):
+        return [error]
     failures = getattr(error, "failures", None)
-    found = [error] if not isinstance(failures, dict) else [one for one, *_ in failures.values()]
-    good = [one for one in found if isinstance(one, Exception)]
-    return good if len(good) == len(found) else []
+    found = [one for one, *_ in failures.values()] if isinstance(failures, dict) else []
+    return found if all(isinstance(one, Exception) for one in found) else []
 
 
 def _said(error: Exception) -> str:

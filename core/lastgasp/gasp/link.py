@@ -217,7 +217,7 @@ class Link(Channel):
             super().__init__(address, CONNECT_TIMEOUT, retry=True)
             try:
                 return self._greet(token, "rank", hello.rank, hello)
-            except _Busy as error:
+            except Busy as error:
                 over, more = _clock.monotonic() - deadline, LATER_TRAINING if m.NOT_YET in str(error) else 0.0
                 if over > more:
                     raise
@@ -227,8 +227,8 @@ class Link(Channel):
                 threading.Event().wait(0.1)
 
 
-class _Busy(ControlError):
-    """The controller cannot have this rank yet."""
+class Busy(ControlError):
+    """The controller cannot have this rank, or operator, yet."""
 
 
 _live: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -278,4 +278,4 @@ def _refusal(reason: str, by: str) -> ControlError:
         return AuthenticationError(f"refused by {by}: {reason}")
     if reason.startswith("lastgasp version"):  # a directory may have "version" in its name
         return VersionMismatch(f"refused by {by}: {reason}")
-    return (_Busy if reason in (m.BUSY, m.NOT_YET) else ControlError)(f"refused by {by}: {reason}")
+    return (Busy if reason in (m.BUSY, m.MANY_OPERATORS, m.NOT_YET) else ControlError)(f"refused by {by}: {reason}")

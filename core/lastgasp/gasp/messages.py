@@ -66,6 +66,8 @@ CALLED_OFF = 1 << 62
 """As the target of a Prepare: nobody needs to stop any more."""
 BUSY = "too many connections: try again"
 """The reason of a Refused after which one may retry: unauthenticated connections fill the port."""
+MANY_OPERATORS = "too many operators are connected already: try again later"
+"""The same for an operator."""
 NOT_YET = "other ranks are still in an earlier training of the script"
 """The same: this rank has ended that training, and its next one has another directory, say."""
 

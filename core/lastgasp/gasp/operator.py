@@ -10,7 +10,7 @@ from lastgasp.errors import ControlError, DeadlineExceeded, LastgaspError
 from lastgasp.topology import Place
 
 from . import messages as m
-from .link import Channel, M
+from .link import Busy, Channel, M
 
 REACH = 5.0
 """Seconds to reach the controller and to be greeted; it answers in milliseconds unless its process is stopped."""
@@ -98,11 +98,11 @@ def ended_by_all(address: str, token: str, place: Place) -> bool:
         try:
             with OperatorLink(address, token) as link:
                 found = link.ranks(place.rank)
-        except (LastgaspError, OSError) as error:
-            if "try again" not in str(error):
-                return False
+        except Busy:
             threading.Event().wait(0.1 + place.rank % 16 / 16)
             continue
+        except (LastgaspError, OSError):
+            return False
         if (found.attempt, found.incarnation) != (place.attempt, place.incarnation):
             return False
         # In the script's next training, which some have begun already, this rank is awaited.

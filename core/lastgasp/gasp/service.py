@@ -100,7 +100,7 @@ class Service:
                 f"lastgasp version {hello.version} here, but {__version__} in the job: use the job's own installation"
             )
         if self._operators >= MAX_OPERATORS:
-            raise ProtocolError(f"{MAX_OPERATORS} operators are connected already: try again later")
+            raise ProtocolError(m.MANY_OPERATORS)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one operator's questions until it goes; never raises for what an operator does."""
