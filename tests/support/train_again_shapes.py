@@ -145,6 +145,8 @@ def once(args: Args) -> None:
 def address(args: Args) -> None:
     """The address of its process group is its own, and not the launcher's."""
     if not dist.is_initialized():
+        # Or torch takes it for the address of torchrun's store, which somebody else serves, and waits for that.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         rank, port = int(os.environ["RANK"]), args.dir.joinpath("port").read_text()
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     begin()
