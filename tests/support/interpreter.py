@@ -36,7 +36,7 @@ def interpreter() -> dict[str, Any]:
         "main": {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in sorted(vars(main).items())
                  if name.startswith("__") and name not in ("__annotations__", "__builtins__", "__loader__")},
         "descriptors": sorted(name for number in os.listdir("/proc/self/fd") if int(number) > 2
-                              and not (name := _target(number)).startswith("/proc/")),
+                              and not (name := _target(number)).startswith("/proc/") and "libffi.so" not in name),
         "masks": [line for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt", "Umask", "CapEff"))],
         "command": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode().split("\0"),
         "session": os.getsid(0) == os.getpgid(0) == os.getpid(),

@@ -267,6 +267,13 @@ def test_what_an_import_does_may_forbid_a_fork(source: str, why: str, tmp_path: 
         ready(found)
 
 
+def test_a_library_that_keeps_itself_open_is_no_hindrance(tmp_path: Path) -> None:
+    """As libffi does from Debian 13 on, in each process that has imported ctypes."""
+    library(tmp_path, "closures", "import _ctypes, os\nkept = os.open(_ctypes.__file__, os.O_RDONLY)")
+    with process(tmp_path, "closures") as found:
+        ready(found)
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG"])
 def test_a_variable_that_the_script_sets_before_its_imports_forbids_it(name: str, tmp_path: Path) -> None:
     why = f"the script sets {name} itself"

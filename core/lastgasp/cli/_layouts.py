@@ -43,13 +43,16 @@ def find(directory: Path) -> list[tuple[str, Layout, Candidate]]:
         ConfigError: the directory cannot be listed.
     """
     found: dict[Path, tuple[str, Layout, Candidate]] = {}
-    taken: set[Path] = set()
-    """Files of checkpoints that other ranks' files belong to as well: no checkpoints by themselves."""
+    taken = {path for candidate in candidates([directory], LAYOUT) for path in LAYOUT.parts(candidate.path)}
+    """Files of checkpoints that other files belong to as well: no checkpoints by themselves."""
     for name, layout in [*(("mindspore", layout) for layout in layouts_in(directory)), *LAYOUTS.items()]:
         for candidate in candidates([directory], layout):
             by_torch = isinstance(layout, ModelCheckpointLayout) and _by_torch(candidate.path)
             if not by_torch and candidate.path not in taken:
-                found.setdefault(candidate.path, (name, layout, _with_step(layout, candidate)))
+                known = found.get(candidate.path)
+                # A lone manifest, such as that of TensorFlow's cp-0007.ckpt, belongs to whoever finds files.
+                if known is None or (layout.parts(candidate.path) and not known[1].parts(candidate.path)):
+                    found[candidate.path] = (name, layout, _with_step(layout, candidate))
                 taken |= (
                     set(layout.files(candidate.path).values()) if isinstance(layout, ModelCheckpointLayout) else set()
                 )

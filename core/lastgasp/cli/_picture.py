@@ -69,7 +69,7 @@ def _moment_labels(axes: Any, incident: Incident, scale: Scale) -> None:
     for moment, place in zip(moments(incident.phases), scale.edges, strict=False):
         axes.plot([place, place], [-0.45, -0.6], color=_INK, linewidth=1)
         text = f"{shown(moment.phase, incident)}\n+{duration(moment.at_ms)}"
-        axes.text(place, -0.66, text, ha="center", va="top", color=_INK, fontsize=8)
+        axes.text(place, -0.66, text, ha="center", va="top", color=_INK, fontsize=8, parse_math=False)
 
 
 def _lane(axes: Any, incident: Incident, scale: Scale, rank: int, height: float) -> None:
@@ -91,7 +91,7 @@ def _lane(axes: Any, incident: Incident, scale: Scale, rank: int, height: float)
         axes.plot([begin, end], [height, height], color=_COLOURS["write"], linewidth=10, solid_capstyle="butt")
         words.append(f"saved step {incident.step_saved}, {incident.nbytes / 1e6:,.1f} MB")
     words += [f"not used: {_short(u.why)}" for u in incident.unused if u.rank == rank and fault is None]
-    axes.text(0.18, height + 0.2, "; ".join(words), ha="left", va="bottom", color=_INK, fontsize=8)
+    axes.text(0.18, height + 0.2, "; ".join(words), ha="left", va="bottom", color=_INK, fontsize=8, parse_math=False)
 
 
 def _fault_mark(axes: Any, incident: Incident, fault: Fault, scale: Scale, height: float) -> None:
@@ -110,10 +110,10 @@ def _short(text: str) -> str:
 
 
 def _frame(axes: Any, incident: Incident, scale: Scale, lanes: int) -> None:
-    axes.set_title(headline(incident), loc="left", color=_INK, fontsize=13, weight="bold", pad=22)
+    axes.set_title(headline(incident), loc="left", color=_INK, fontsize=13, weight="bold", pad=22, parse_math=False)
     number = f"attempt {incident.attempt}" + (f", incarnation {incident.incarnation}" if incident.incarnation else "")
     detail = f"incident {incident.id}   {number}   led by {incident.led_by or 'unknown'}   {_short(rung(incident))}"
-    axes.text(0, 1.02, detail, transform=axes.transAxes, fontsize=9, color=_INK)
+    axes.text(0, 1.02, detail, transform=axes.transAxes, fontsize=9, color=_INK, parse_math=False)
     note = "Widths grow with the logarithm of the duration."
     axes.text(1, -0.01, note, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=_COLOURS["restart"])
     axes.set_xlim(-1.1, max(scale.end, 1.0) + 0.6)

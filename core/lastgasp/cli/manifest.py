@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Literal
@@ -72,7 +73,7 @@ def manifest(directory: Path, as_json: bool) -> None:
     """
     rows = adopt_all(directory)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode({"directory": str(directory), "checkpoints": rows})))
+        click.echo(json.dumps({"directory": str(directory), "checkpoints": msgspec.to_builtins(rows)}, indent=2))
     else:
         for row in rows:
             click.echo(printable(f"{row.state:8} {Path(row.path).name}{': ' if row.reason else ''}{row.reason}"))

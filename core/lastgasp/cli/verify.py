@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Literal
@@ -77,11 +78,12 @@ class Report(msgspec.Struct, frozen=True):
 def verify(directory: Path, as_json: bool) -> None:
     """Read every checkpoint in DIR and compare it with its digests.
 
-    A damaged one is named with file and byte range. Nothing is changed.
+    A damaged one is named with file and byte range. Nothing is changed. Directories inside of DIR, such as fit-2 of a
+    second training, are not searched: give each.
     """
     report = examine(directory)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
         _print(report)
     sys.exit(report.exit_code)
@@ -93,6 +95,8 @@ def examine(directory: Path) -> Report:
     Raises:
         ConfigError: there is none, or the directory cannot be listed.
     """
+    if not directory.is_dir():
+        raise nothing_in(directory)
     found = find(directory)
     moved = (path for path in directory.iterdir() if is_moved_away(path.name) and path.suffix != ".json")
     quarantined = sorted(map(str, moved))
@@ -103,7 +107,9 @@ def examine(directory: Path) -> Report:
     for _, layout, candidate in found:
         with progress_bar(f"verify {candidate.path.name}") as progress:
             verdict = verify_one(candidate.path, layout, progress=progress)
-        rows.append(_row(verdict, candidate.step))
+        gone = not verdict.ok and not layout.parts(candidate.path) and not layout.manifest_path(candidate.path).exists()
+        if not gone:  # by the job's own rotation, since it was listed
+            rows.append(_row(verdict, candidate.step))
     return Report(str(directory), rows, quarantined, aside)
 
 

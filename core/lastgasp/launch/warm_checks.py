@@ -51,6 +51,17 @@ def files() -> dict[int, str]:
     return found
 
 
+def _is_library(number: int, name: str) -> bool:
+    """Whether it is open for reading alone and its code is loaded: newer libffi keeps itself open for its closures."""
+    try:
+        with open(f"/proc/self/fdinfo/{number}") as info, open("/proc/self/maps") as maps:
+            flags = next(line.split()[1] for line in info if line.startswith("flags:"))
+            loaded = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line and "x" in line.split()[1]}
+    except (OSError, StopIteration):
+        return False
+    return int(flags, 8) & os.O_ACCMODE == os.O_RDONLY and name in loaded
+
+
 def children() -> str:
     """Process ids of the children, separated by blanks."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -63,7 +74,10 @@ def unsafe(own: Collection[int]) -> str:
     Args:
         own: descriptors that the child closes, or gets its own of.
     """
-    more = {number: name for number, name in files().items() if number not in own and name not in HARMLESS}
+    more = {
+        number: name for number, name in files().items()
+        if number not in own and name not in HARMLESS and not _is_library(number, name)
+    }  # fmt: skip
     devices = [name for name in more.values() if name.startswith(DEVICES)]
     if devices or _device_in_use():
         return f"an import has opened a device ({', '.join(devices) or 'torch has initialized one'})"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from lastgasp.checkpoint import ScatteredLayout
 
+from .statefile import stem
+
 FORMAT = "tensorflow"
 """`format` in the manifests."""
 _SHARD = re.compile(r"(.+)\.data-\d{5}-of-(\d{5})")
@@ -35,6 +37,18 @@ class TensorFlowLayout(ScatteredLayout):
         for path in super().discover(directory):
             if self.manifest_path(path).exists() or any(_SHARD.fullmatch(name) for name in self.files(path)):
                 yield path
+
+
+class OfNames(TensorFlowLayout):
+    """Only prefixes that consist of one of these names, and a number or nothing."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._stems = names
+
+    def discover(self, directory: Path) -> Iterable[Path]:
+        """As in the base."""
+        return (path for path in super().discover(directory) if stem(path.name) in self._stems)
 
 
 LAYOUT = TensorFlowLayout()

@@ -15,9 +15,9 @@ from lastgasp.checkpoint.adopt import read_entries, remove_orphans, write_manife
 from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
 
 from . import statefile
-from .bundle import structure_problem
-from .foreign import REASON, foreign_in, is_foreign
-from .layout import FORMAT, LAYOUT, absent, exists
+from .bundle import all_checksums_problem, structure_problem
+from .foreign import REASON, foreign_in, is_foreign, others_in
+from .layout import FORMAT, LAYOUT, OfNames, TensorFlowLayout, absent, exists
 
 log = logging.getLogger("lastgasp")
 _START_REMEDY = (
@@ -88,6 +88,10 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
         quarantine: whether newer ones with proven damage are moved to a directory `<prefix>.corrupt`, with the reason
             beside it.
 
+    Where the state file names some, those of other names (the best model's) are left alone: a manager removes what it
+    finds in that file. Where nothing verifies, the one that it names is taken without a manifest if all of TensorFlow's
+    own checksums match: its job was killed between `save` and `seal`.
+
     Raises:
         NoGoodCheckpoint: there are checkpoints, or the state file names one, and none verifies; or there are models in
             a format that cannot be verified (Keras' files, SavedModel, BackupAndRestore). Nothing was changed.
@@ -95,13 +99,20 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
     """
     folder = _path(directory, "directory")
     try:
-        found = checkpoint.newest_good([folder], LAYOUT, quarantine)
+        found = checkpoint.newest_good([folder], _of_manager(folder), quarantine)
     except NoGoodCheckpoint as error:
-        raise NoGoodCheckpoint(error.directory, error.reasons, _START_REMEDY) from None
+        if (unsealed := _unsealed(folder)) is None:
+            raise NoGoodCheckpoint(error.directory, error.reasons, _START_REMEDY) from None
+        log.warning("%s has no manifest; all of TensorFlow's own checksums match, and it gets one now", unsealed)
+        seal(unsealed)
+        return newest_good(directory, quarantine=quarantine)
     if found is None:
         _refuse_what_is_named(folder)
         if foreign := foreign_in(folder):
             raise NoGoodCheckpoint(str(folder), {str(path): REASON for path in foreign}, _FOREIGN_REMEDY)
+        if others := others_in(folder):
+            names = ", ".join(path.name for path in others)
+            log.warning("%s holds no checkpoint: training begins anew, and those in %s are left alone", folder, names)
         return None
     try:
         _repair(folder, found)
@@ -114,6 +125,28 @@ def whole_problem(prefix: Path) -> str:
     """Which file is missing or too short; empty if none is. Reads only the index."""
     missing = absent(prefix)
     return f"{missing[0]} is missing" if missing else structure_problem(prefix)
+
+
+def _of_manager(folder: Path) -> TensorFlowLayout:
+    """Only prefixes of the names that the state file lists, if such are there: others are the script's own.
+
+    What `Checkpoint.write` makes, the best model say, is in no state file, and need not hold the optimizer.
+    """
+    state = _read(folder / statefile.NAME)
+    stems = {statefile.stem(Path(name).name) for name in (state.latest, *state.kept)} if state else set()
+    layout = OfNames(frozenset(stems))
+    return layout if any(True for _ in layout.discover(folder)) else LAYOUT
+
+
+def _unsealed(folder: Path) -> Path | None:
+    """What the state file names, if its job ended before `seal`, and each of its bytes has a checksum that matches."""
+    state = _read(folder / statefile.NAME)
+    if state is None:
+        return None
+    path = statefile.local(state.latest, folder)
+    if path.parent != folder or os.path.lexists(LAYOUT.manifest_path(path)) or whole_problem(path):
+        return None
+    return None if all_checksums_problem(path) else path
 
 
 def _repair(folder: Path, found: Candidate) -> None:

@@ -5,8 +5,9 @@ Written and read without TensorFlow. It has no checksum, and TensorFlow trusts i
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def encode(state: State) -> bytes:
 
 
 def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping[Path, float]) -> State | None:
-    """The state that names `chosen`; None if `old` names it and no missing checkpoint. Pure.
+    """The state that names `chosen`; None if `old` names it and no missing checkpoint.
 
     Args:
         old: the current state; None if the file is missing or unreadable.
@@ -77,19 +78,41 @@ def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping
             A readable `old` says which of them a manager may remove; it keeps the others for ever.
     """
     named = _named(old, directory)
-    if old is not None and directory / old.latest == chosen and set(named) <= {*standing, chosen}:
+    if old is not None and local(old.latest, directory) == chosen and _is_right(old, directory, {*standing, chosen}):
         return None
-    kept = [path for path in (standing if old is None else named) if path in standing and path != chosen] + [chosen]
+    kept = [path for path in (standing if old is None else named) if path in standing and path != chosen]
+    stems = {stem(path.name) for path in (kept if old is None else named)}
+    # Whose they are is not known where several scripts' or managers' names stand there: nobody may remove any.
+    kept = [*kept, chosen] if stems <= {stem(chosen.name)} or (old is not None and stem(chosen.name) in stems) else []
     times = tuple(named.get(path, standing.get(path, 0.0)) for path in kept)
-    preserved = min(times) if old is None else old.preserved
-    return State(chosen.name, tuple(path.name for path in kept), times, preserved)
+    return State(chosen.name, tuple(path.name for path in kept), times, None if old is None else old.preserved)
+
+
+def stem(prefix: str) -> str:
+    """What a manager calls `checkpoint_name`: the prefix without the number that it ends with."""
+    return re.sub(r"-\d+$", "", prefix)
+
+
+def local(name: str, directory: Path) -> Path:
+    """Where the checkpoint is that the state file of `directory` calls so; absolute names may be from before a move."""
+    path = directory / name
+    return path if os.path.isfile(f"{path}.index") and not _is_here(name, directory) else directory / path.name
+
+
+def _is_right(state: State, directory: Path, there: Set[Path]) -> bool:
+    """Whether TensorFlow finds all that it names."""
+    return _named(state, directory).keys() <= there and all(_is_here(n, directory) for n in (state.latest, *state.kept))
+
+
+def _is_here(name: str, directory: Path) -> bool:
+    return os.path.realpath((directory / name).parent) == os.path.realpath(directory)
 
 
 def _named(state: State | None, directory: Path) -> dict[Path, float]:
     """The checkpoints that it names, in its order -> when saved, if it says so."""
     if state is None:
         return {}
-    paths: Sequence[Path] = [directory / name for name in state.kept]
+    paths: Sequence[Path] = [local(name, directory) for name in state.kept]
     times: Iterable[float] = state.times or [0.0] * len(paths)
     return dict(zip(paths, times, strict=True))
 
