@@ -76,6 +76,9 @@ def test_sharded_files_without_their_index_and_short_safetensors_are_refused(tmp
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(NUMBER)
     (tmp_path / "step=3.dcp/.metadata").write_bytes(b"index")
+    (tmp_path / "step=4.dcp").mkdir()
+    for name in ("__0_0.distcp", "__0.metadata"):  # dcp.save(use_collectives=False)
+        (tmp_path / "step=4.dcp" / name).write_bytes(NUMBER)
     for name, there in (("checkpoint-500", 100), ("checkpoint-400", 4000)):
         (tmp_path / name).mkdir()
         index = json.dumps({"weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
@@ -83,7 +86,7 @@ def test_sharded_files_without_their_index_and_short_safetensors_are_refused(tmp
         (tmp_path / name / "model.safetensors").write_bytes(whole + bytes(there))
     code, rows = run("manifest", tmp_path)
     assert code == 1
-    assert rows.pop("step=3.dcp") == rows.pop("checkpoint-400") == ("written", "")
+    assert [rows.pop(name) for name in ("step=3.dcp", "step=4.dcp", "checkpoint-400")] == [("written", "")] * 3
     assert [state for state, _ in rows.values()] == ["refused"] * 3
     assert "__0_0.distcp: no .metadata stands beside it" in rows["iter_0000010"][1]
     assert "no .metadata" in rows["a-step=5.dcp"][1]

@@ -26,7 +26,7 @@ from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.observer import Observer
 from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch import finishing
-from lastgasp.launch.agent import GaspAgent
+from lastgasp.launch.agent import FINISH, GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 from lastgasp.session import Contact
 from lastgasp.steps.attach import Marking, open_recorder
@@ -351,10 +351,11 @@ def test_behind_a_training_that_all_have_ended_no_recovery_is_waited_for(
     assert f"did not finish within {waited:g} s" in caplog.text
 
 
-def test_a_host_whose_ranks_are_all_dead_is_not_one_that_has_ended_its_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("left", "limit"), [(False, 1210), (True, FINISH)])
+def test_a_host_whose_ranks_are_all_dead_is_one_that_has_ended_its_training_if_they_have(
+    left: bool, limit: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others may agree to replace them, which takes them as long as any recovery."""
+    """The others may agree to replace them, which takes them as long as any recovery; no failure behind the end."""
     agent, now = GaspAgent.__new__(GaspAgent), [100.0]
     agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()  # type: ignore[assignment]
     nothing: Any = lambda *_: None  # noqa: E731
@@ -364,8 +365,10 @@ def test_a_host_whose_ranks_are_all_dead_is_not_one_that_has_ended_its_training(
     monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
     monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
     monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
+    agent._attempt.desk.entries.update({rank: SimpleNamespace(left=left) for rank in (0, 1)})  # type: ignore[misc]
     assert not agent._hold(agent._worker_group)
-    assert 1210 <= now[0] - 100 < 1212
+    assert limit <= now[0] - 100 < limit + 2
+    assert "survivors" not in caplog.text, "there are none"
 
 
 # -- progress of an attempt ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,9 @@ def start(directory: Path, load: Load = lambda rank, step: None, **given: Any) -
             step = args.ckpt_step
             if step is not None:
                 # Megatron reads the distributed optimizer's file at what the tracker says, whatever ckpt_step is.
-                assert Path(selector.tracker(str(directory / NAME))).read_text() == str(step)
+                tracker = selector.tracker(str(directory / NAME))
+                assert Path(tracker).read_text() == str(step) and os.path.isfile(tracker)
+                assert tracker.startswith("/proc/"), "no disk, which may be full"
                 assert selector.tracker(str(directory / "other" / NAME)) == str(directory / "other" / NAME)
                 load(rank, step)
             return None if step is None else int(step)

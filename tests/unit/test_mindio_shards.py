@@ -205,8 +205,8 @@ def test_names_of_a_users_own_layout(folder: Path, monkeypatch: pytest.MonkeyPat
     for layout in ("iter_*_all", ".pt"):
         monkeypatch.setenv(settings.LAYOUT, layout)
         end = layout.rpartition("*")[2]
-        names = (f"iter_7{end}", f"iter_7_tmp{end}")
-        assert [reload._finished(folder / name, settings.layout()) for name in names] == [True, False], layout
+        names = (f"iter_7{end}", f"iter_7_tmp{end}", f"iter_latest{end}")
+        assert [reload._finished(folder / name, settings.layout()) for name in names] == [True, False, True], layout
 
 
 def test_where_all_are_damaged_the_job_does_not_start(folder: Path) -> None:

@@ -119,9 +119,11 @@ def test_what_steps_that_were_not_marked_took_is_not_the_next_ones() -> None:
     assert [seconds for _, seconds in saves(result)] == [1]
 
 
-def test_a_second_training_of_a_script_is_no_resume() -> None:
-    steps = [item(f"step {n}", 10 * at, 10 * at + 9) for at, n in enumerate((1, 2, 3, 4, 1, 2, 3, 3))]
-    result = folded(steps)
+@pytest.mark.parametrize("first", [1, 7])
+def test_a_second_training_of_a_script_is_no_resume(first: int) -> None:
+    """Where the first one was resumed, too."""
+    numbers = (*range(first, first + 4), 1, 2, 3, 3)
+    result = folded([item(f"step {n}", 10 * at, 10 * at + 9) for at, n in enumerate(numbers)])
     assert list(result.table.numbers) == [1, 2, 3]
     assert (result.table.earlier, result.table.undone) == (4, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Literal
 
@@ -134,10 +135,17 @@ def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
             return f"{name}: {problem}"
         if path.suffix == ".safetensors" and (problem := _safetensors_problem(path)):
             return f"{name}: {problem}"
-        folder = name.rpartition("/")[0]
-        if path.suffix == ".distcp" and (f"{folder}/.metadata" if folder else ".metadata") not in files:
+        if path.suffix == ".distcp" and not _has_metadata(name, files):
             return f"{name}: no .metadata stands beside it: its save was not finished"
     return ""
+
+
+def _has_metadata(name: str, files: Container[str]) -> bool:
+    """Whether torch's description of `name` (`__RANK_N.distcp`) is there: one for all, or with `use_collectives=False`
+    one for each rank."""
+    folder, slash, own = name.rpartition("/")
+    rank = own.removeprefix("__").partition("_")[0]
+    return any(f"{folder}{slash}{one}.metadata" in files for one in ("", f"__{rank}"))
 
 
 def _safetensors_problem(path: Path) -> str:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -215,9 +216,10 @@ class GaspAgent(LocalElasticAgent):
         codes = self._codes(self._worker_group)
         return set(codes.values()) == {0} and self._attempt is not None and self._attempt.have_left(codes)
 
-    def _all_left(self) -> bool:
+    def _all_left(self, failed: Iterable[int] = ()) -> bool:
+        """Whether all that run have completed their training; where none runs, all of `failed`."""
         running = [rank for rank, code in self._codes(self._worker_group).items() if code is None]
-        return self._attempt is not None and self._attempt.have_left(running)
+        return self._attempt is not None and self._attempt.have_left(running or failed)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._guest is not None:
@@ -259,7 +261,7 @@ class GaspAgent(LocalElasticAgent):
             for rank in failed.keys() - known:
                 self._in_place.report_exit(rank, failed[rank], self._pid(worker_group, rank))
             known |= failed.keys()
-            if failed and self._running(worker_group) and self._all_left():  # no recovery; torch would not wait
+            if failed and self._all_left(failed):  # no recovery; torch would not wait
                 limit = min(limit, _clock.monotonic() - start + FINISH)
             if self._in_place.replaced(failed):
                 return True
@@ -268,7 +270,8 @@ class GaspAgent(LocalElasticAgent):
             if not waits or (over is not None and over > LEAVE):
                 return False
             time.sleep(POLL)
-        log.error("the survivors did not finish within %g s: stopping them", limit)
+        if self._running(worker_group):
+            log.error("the survivors did not finish within %g s: stopping them", limit)
         return False
 
     @staticmethod

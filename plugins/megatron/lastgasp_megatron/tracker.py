@@ -6,7 +6,7 @@ it (docs/facts/megatron.md §2).
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,11 +58,13 @@ def write_tracker(directory: Path, iteration: int) -> None:
 
 @contextmanager
 def tracker_saying(iteration: int) -> Iterator[str]:
-    """The path of a tracker for this process alone, which says `iteration`."""
-    with tempfile.NamedTemporaryFile("w", prefix="lastgasp-tracker-") as file:
-        file.write(str(iteration))
-        file.flush()
-        yield file.name
+    """The path of a tracker for this process alone, which says `iteration`; in memory, where no disk can be full."""
+    number = os.memfd_create("lastgasp-tracker", os.MFD_CLOEXEC)
+    try:
+        os.write(number, str(iteration).encode())
+        yield f"/proc/{os.getpid()}/fd/{number}"
+    finally:
+        os.close(number)
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:

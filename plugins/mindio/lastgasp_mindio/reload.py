@@ -136,9 +136,10 @@ def _repair_tracker(folder: Path, layout: SingleFile | DirectoryLayout) -> None:
 
 
 def _finished(path: Path, layout: SingleFile | DirectoryLayout) -> bool:
-    """Its name ends with its number: what is being written has another one (`iter_0000012_tmp`), and may be left over.
+    """Nothing follows its number, if it has one: what is being written has another name (`iter_0000012_tmp`).
 
     An ending that the user's own pattern has does not count.
     """
     end = layout.suffix if isinstance(layout, SingleFile) else layout.pattern.rpartition("*")[2]
-    return path.name.removesuffix(end)[-1:].isdigit()
+    name = path.name.removesuffix(end)
+    return name[-1:].isdigit() or not any(character.isdigit() for character in name)

@@ -136,7 +136,7 @@ class StepTable:
     def append(self, step: Step, collectives: Iterable[Collective] = ()) -> None:
         """The newest step; those with its number or a higher one are undone."""
         numbers = self._whole["number"]
-        if numbers and step.number == numbers[0]:
+        if numbers and step.number in (1, numbers[0]):  # another training: the first one may have been resumed
             self.earlier += len(numbers)
             self.undone -= len(numbers)
         if numbers and step.number <= numbers[-1]:
