@@ -184,6 +184,43 @@ def test_killed_while_it_saves_it_restores_a_complete_one(tmp_path: Path) -> Non
         last = sealed
 
 
+def test_killed_between_its_first_save_and_the_seal_it_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpts"
+    child("unsealed", folder)
+    assert examine(folder).exit_code == 1
+    document = child("go-on", folder)
+    assert (Path(document["prefix"]).name, document["more"]) == ("ckpt-1", ["ckpt-2", "ckpt-3"])
+    assert examine(folder).exit_code == 0
+
+
+def test_an_unsealed_one_that_is_damaged_is_not_restored(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpts"
+    child("unsealed", folder)
+    corrupt.flip_bit(bundle.data_file(folder / "ckpt-1", 0, 1), 100_000)
+    done = run_job([str(place.python()), str(CHILD), "restore", str(folder)], tmp_path / "log", timeout=LIMIT,
+                   environ=environment())  # fmt: skip
+    assert not done.ok and "NoGoodCheckpoint" in done.output
+
+
+@pytest.mark.parametrize("state", ["as it is", "names a damaged one", "lost"])
+def test_the_best_model_beside_the_managers_is_left_alone(tmp_path: Path, state: str) -> None:
+    folder = tmp_path / "ckpts"
+    child("best", folder)
+    if state == "names a damaged one":
+        corrupt.flip_bit(bundle.data_file(folder / "ckpt-3", 0, 1), 100_000)
+    elif state == "lost":
+        corrupt.drop(folder / NAME)
+    document = child("go-on", folder)
+    newest = 2 if state == "names a damaged one" else 3
+    if state != "lost":  # then all are equal, and the one sealed last is taken
+        assert Path(document["prefix"]).name == f"ckpt-{newest}"
+    assert document["values"] == [newest + 2]
+    assert document["more"] == [f"ckpt-{newest + 1}", f"ckpt-{newest + 2}"]
+    names = {path.name for path in folder.glob("*.index")}
+    assert {"best.index", "top-1.index", "top-2.index", "top-3.index"} <= names
+    assert examine(folder).exit_code == 0
+
+
 def test_a_repaired_state_file_is_one_for_tensorflow(tmp_path: Path) -> None:
     folder = tmp_path / "größe \"1\""
     for step in (1, 2):

@@ -26,8 +26,9 @@ from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.observer import Observer
 from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch import finishing
-from lastgasp.launch.agent import FINISH, GaspAgent
+from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
+from lastgasp.launch.finishing import FINISH
 from lastgasp.session import Contact
 from lastgasp.steps.attach import Marking, open_recorder
 from lastgasp.topology import data_parallel

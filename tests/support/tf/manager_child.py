@@ -1,8 +1,9 @@
 """What the real TensorFlow makes of our files, for `test_tensorflow_real.py`: `python manager_child.py WHAT FOLDER`.
 
-WHAT is `save` (save without end, one line for each that is sealed), `restore` (the newest good one, into JSON), `go-on`
-(the same, then two more saves), `state` (what TensorFlow reads in the state file), or `read` (all tensors of FOLDER,
-which is a prefix here).
+WHAT is `save` (save without end, one line for each that is sealed), `restore` (the newest good one, into JSON),
+`go-on` (the same, then two more saves), `unsealed` (one save that is not sealed), `best` (three saves and, sealed after
+each, what `Checkpoint.write` makes of the best model), `state` (what TensorFlow reads in the state file), or `read`
+(all tensors of FOLDER, which is a prefix here).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Job:
         """Fill the variables with `number` and save it under that number."""
         for variable in (self.one, self.other):
             variable.assign(tf.fill(variable.shape, float(number)))
-        return seal(str(self.manager.save(checkpoint_number=number)))
+        return str(self.manager.save(checkpoint_number=number))
 
 
 def main(what: str, folder: str) -> None:
@@ -58,8 +59,14 @@ def main(what: str, folder: str) -> None:
     begin = int(job.values[0])
     if what == "save":
         for number in range(begin + 1, 100_000):
-            print("sealed", job.save(number), flush=True)
-    more = [Path(job.save(begin + extra)).name for extra in (1, 2)] if what == "go-on" else []
+            print("sealed", seal(job.save(number)), flush=True)
+    if what == "unsealed":
+        job.save(begin + 1)
+    for number in (1, 2, 3) if what == "best" else ():
+        seal(job.save(number))
+        for name in ("best", f"top-{number}"):
+            seal(job.checkpoint.write(f"{folder}/{name}"), step=number)
+    more = [Path(seal(job.save(begin + extra))).name for extra in (1, 2)] if what == "go-on" else []
     latest = job.manager.latest_checkpoint
     tell({"prefix": job.prefix, "values": job.values, "more": more, "latest": latest, "kept": job.manager.checkpoints})
 
