@@ -102,7 +102,8 @@ def _check_saved(case: TransformersCase, out: Path, done: Finished) -> None:
     assert incident.ending in ("saved", "nothing_to_save"), f"{incident}\n{where}"
     assert incident.steps_lost == 0, f"{incident}\n{where}"
     step = incident.step_saved if incident.step_saved is not None else case.exact_step
-    assert case.exact_step in (None, step), f"{incident}\n{where}"
+    late = case.world > 1 and case.moment in ("before_update", "step_end")  # the others may not have begun their update
+    assert case.exact_step in (None, step) or (late and step == STEP), f"{incident}\n{where}"
     limited = case.shape == "epochs"  # save_total_limit=2 removes older ones, gasps as well
     assert limited or step in found or step == STEP + 1, f"{incident}\n{where}"
 

@@ -6,11 +6,13 @@ import errno
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lastgasp import _fs
 from lastgasp.steps.rankfiles import FILE_MAX, RankFiles, profiling_files
 
 SECOND = 1_795_247_866
@@ -127,6 +129,17 @@ def test_what_is_removed_is_made_again(files: RankFiles, what: str) -> None:
     files.append(ROW)
     assert list(contents(files).values()) == [ROW]
     assert (files.directory / "lastgasp.json").read_bytes() == b"{}"
+
+
+def test_what_one_that_was_killed_has_left_half_written_is_removed(files: RankFiles) -> None:
+    files.directory.mkdir(parents=True)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    left = files.directory / f".lastgasp.json.tmp-{process.pid}-{_fs.host_tag()}012345"
+    left.write_bytes(b"")
+    files.beside("lastgasp.json", b"{}")
+    files.append(ROW)
+    assert not left.exists()
 
 
 def test_a_file_that_is_unlinked_before_the_write_does_not_take_the_rows(

@@ -206,6 +206,8 @@ class RankFiles:
         path = self.directory / name
         temporary = _fs.unique_temp(path)
         try:
+            if name not in self._written:  # one that was killed in here has left half of it
+                _fs.remove_stale_temps(self.directory)
             temporary.write_bytes(content)
             os.replace(temporary, path)  # without fsync, which may take long; rows are not synced either
             self._written[name] = content
