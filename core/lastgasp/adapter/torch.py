@@ -44,6 +44,7 @@ from lastgasp.pytorch.position import (
 )
 from lastgasp.pytorch.prefetched import PrefetchedData, PrefetchedPosition
 from lastgasp.pytorch.processgroups import key_of, process_groups
+from lastgasp.pytorch.queued import QueuedWork
 from lastgasp.pytorch.ranges import Range, Sink
 from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
@@ -83,6 +84,7 @@ __all__ = [
     "PassStart",
     "PrefetchedData",
     "PrefetchedPosition",
+    "QueuedWork",
     "Range",
     "Sink",
     "StagedGasp",

@@ -64,10 +64,8 @@ MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
 CALLED_OFF = 1 << 62
 """As the target of a Prepare: nobody needs to stop any more."""
-BUSY = "too many connections: try again"
-"""The reason of a Refused after which one may retry: unauthenticated connections fill the port."""
-MANY_OPERATORS = "too many operators are connected already: try again later"
-"""The same for an operator."""
+BUSY, MANY_OPERATORS = "too many connections: try again", "too many operators are connected already: try again later"
+"""Reasons of a Refused after which one may retry: unauthenticated connections fill the port, or operators do."""
 NOT_YET = "other ranks are still in an earlier training of the script"
 """The same: this rank has ended that training, and its next one has another directory, say."""
 

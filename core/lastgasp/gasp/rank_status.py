@@ -204,6 +204,11 @@ class RankStatus:
         self._target = -1
 
     @property
+    def closed(self) -> bool:
+        """The next update would wait at the gate."""
+        return self._held and self.step >= self._target
+
+    @property
     def held(self) -> bool:
         """Whether a recovery is in progress or over."""
         return self._held

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lastgasp.crash_safe_buffer import CrashSafeBuffer
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.buffers import BufferRecorder, Resized, decode_buffers, encode_table, persistent_buffers
+from lastgasp.pytorch.queued import QueuedWork
 
 _HEAD = struct.Struct("<8q")  # magic, version, bytes of: random state, table, buffers, extra
 _HEAD_ROOM = 64
@@ -65,12 +66,16 @@ class AuxRecorder:
 
     Set `extra` to a new bytes object whenever it changes; the same object is written once per slot. `tail` follows it
     in the record and is for the part that changes at each step, so that the rest need not be written again.
+
+    Attributes:
+        queued: what those accelerators have been given; `capture` of a settled step marks it.
     """
 
     def __init__(
         self, devices: Sequence[torch.device] = (), module: nn.Module | None = None, extra_room: int = _EXTRA_ROOM
     ) -> None:
         self.extra = self.tail = b""
+        self.queued = QueuedWork(devices)
         self.buffers = BufferRecorder(module)
         self._rng = rng.RngRecorder(devices)
         self._room = extra_room
@@ -135,6 +140,8 @@ class AuxRecorder:
         if self._tails[slot] is not tail or self._written[slot] is not extra:
             self._write_extra(payload, slot, length)
         buffer.end(self._extra_at + length)
+        if settled:
+            self.queued.mark()
 
     def _write_extra(self, payload: memoryview, slot: int, length: int) -> None:
         extra, tail, at = self.extra, self.tail, self._extra_at

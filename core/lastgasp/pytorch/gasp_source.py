@@ -11,6 +11,7 @@ from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.ports import Layout, SaveResult
 from lastgasp.pytorch.ondemand import OnDemand
+from lastgasp.pytorch.queued import QueuedWork
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage
 from lastgasp.replicas import require_alike
 from lastgasp.trailer import with_trailer
@@ -25,6 +26,10 @@ class Recorder(Protocol):
     @property
     def fd(self) -> int:
         """Descriptor of the crash-safe buffer; -1 where there is none."""
+
+    @property
+    def queued(self) -> QueuedWork:
+        """What this rank's accelerators have been given."""
 
     def read(self, step: int) -> bytes | None:
         """The encoded auxiliary state of `step`, if it is known."""
@@ -87,7 +92,8 @@ class GaspSource:
         require_alike(self._alike())
         target, own = self._target(step), self._own(step)
         aux = {**aux, self.rank: own} if own else aux
-        staged = stage(lambda files: self._write(files, step, aux), target, self._layout, self._config)
+        with self._recorder.queued.reading():
+            staged = stage(lambda files: self._write(files, step, aux), target, self._layout, self._config)
         about = self._writer.provenance(step, "gasp", self._writer.newest_beside(target, self._layout))
         return StagedGasp(staged, about, self.present, aux)
 

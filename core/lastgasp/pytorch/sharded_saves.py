@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,10 @@ class ShardedSaves:
         """Further files of a checkpoint: name -> what `torch.save` writes. aux: all auxiliary states that were had."""
         raise NotImplementedError
 
+    def reading(self) -> AbstractContextManager[None]:
+        """What the live state is read in."""
+        return nullcontext()
+
     def _write(self, staged: Staged, step: int, wanted: Wanted) -> bytes:
         """Write these parts, and say what was written (`part_of`)."""
         raise NotImplementedError
@@ -99,13 +103,14 @@ class ShardedSaves:
             OSError: the disk refused; nothing is left.
         """
         require_alike(self.alike)
-        target, small = self.target(step), self.dump_small(self.kept(step))
-        staged = Staged(target, self.layout, sha256=self.config.sha256)
-        try:
-            part = self._write(staged, step, wanted)
-        except BaseException:
-            staged.discard()
-            raise
+        with self.reading():
+            target, small = self.target(step), self.dump_small(self.kept(step))
+            staged = Staged(target, self.layout, sha256=self.config.sha256)
+            try:
+                part = self._write(staged, step, wanted)
+            except BaseException:
+                staged.discard()
+                raise
         about = self._writer.provenance(step, "gasp", self._writer.newest_beside(target, self.layout))
         return ShardedGasp(staged, about, self.present, dict(aux), part, small)
 

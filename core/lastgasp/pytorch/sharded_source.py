@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import msgspec
@@ -166,6 +166,10 @@ class ShardedSource(ShardedSaves):
     def recorder(self) -> AuxRecorder:
         """Of this rank's auxiliary state."""
         raise NotImplementedError
+
+    def reading(self) -> AbstractContextManager[None]:
+        """As in the base: on streams of its own, whatever the training thread's wait for."""
+        return self.recorder.queued.reading()
 
     def require(self, step: int) -> None:
         """Raises NotSaveable where the live tensors are not those of the end of `step`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lastgasp.adapter import NotSaveable
 from lastgasp.adapter.again import Began, Carried, Places, changed
 from lastgasp.adapter.torch import OnDemand, split_trailer
 from lastgasp_lightning.uservalues import known_of, roots_of, unsaved_roots
@@ -62,10 +63,15 @@ class CarriedValues:
         return Began.of(unsaved_roots(trainer), known_of(trainer))
 
     def _of(self, step: int) -> bytes:
-        steps = self._run.state.values
-        found = steps.of(step) if steps is not None else None
-        world = self._run.place.world_size
-        return changed(found, self._began, self._start, world) if found is not None else b""
+        state, world = self._run.state, self._run.place.world_size
+        found = state.values.of(step) if state.values is not None else None
+        if found is None:
+            return b""
+        try:
+            with state.recorder.queued.reading():
+                return changed(found, self._began, self._start, world)
+        except NotSaveable:  # the device does not answer
+            return b""
 
     def names(self, values: Mapping[int, bytes]) -> frozenset[str]:
         """What a restart of this script has again, of the values by rank."""

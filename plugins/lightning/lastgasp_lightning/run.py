@@ -97,7 +97,7 @@ class LightningRun(Training):
         if held is not None and joined is None:  # ranks are given what others hold only where all are alike
             self.life.alike_before = True
         self.session = session = self.life.session
-        self.progress, self.state.say, self.state.gate = session.progress, session.note, session.before_update
+        self.progress, self.state.say = session.progress, session.note
         leads = session.backend.backend == "embedded"  # another engine counts updates itself
         self.state.exchange = Exchange(session.before_update, session.status if leads else None)
         fit.note = session.note
@@ -194,6 +194,7 @@ class LightningRun(Training):
 
     def _hook(self) -> None:
         self.state.install()
+        self.state.gate = self.state.recorder.queued.gate(self.session.before_update, self.session.status)
         self.logs.install()
 
     def begin(self) -> None:

@@ -1,59 +1,38 @@
 """Reading device memory while the training thread's stream may wait for a collective that never ends.
 
-The inner optimizer's step is asynchronous on a device: when the host knows that it is issued, an event behind it is
-recorded, and a gasp reads on a stream of its own behind that event. Before the inner step Megatron itself waits for
-the gradient norm, so that the event never waits for a dead peer.
+Megatron updates the optimizer's own weights, and copies them to the model's in a step of its own, which a collective
+follows: whether that copy is done is asked, and never waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lastgasp.adapter.torch import QueuedWork
 
-class Device:
-    """The device of the weights.
+
+class Device(QueuedWork):
+    """The device of the weights; on "cpu" there is nothing to wait for.
 
     Args:
-        device: "cpu" needs none of this.
-        module: torch's module of that device; looked up where left out.
+        device: torch's; module: torch's module of it, looked up where left out.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
+        super().__init__([device], module)
         self.device = device
-        self._module = module if module is not None or device.type == "cpu" else torch.get_device_module(device)
-        self._event = self._module.Event() if self._module is not None else None
-        self._copied = self._module.Event() if self._module is not None else None
-
-    def mark(self) -> None:
-        """Mark the work issued so far as completing the step that a gasp may read. On the training thread."""
-        if self._event is not None:
-            self._event.record()
+        self._copied = self._events()
 
     def mark_copied(self) -> None:
         """The model's weights are copied from the optimizer's once all that was issued so far is done."""
-        if self._copied is not None:
-            self._copied.record()
+        self._record(self._copied)
 
     def copied(self) -> bool:
         """Whether that copy is done. Does not wait: it is followed by a collective that may never end."""
-        return self._copied is None or bool(self._copied.query())
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Run the block after the mark, but not after any later work of the training thread."""
-        if self._module is None:
-            yield
-            return
-        with self._module.device(self.device), self._module.stream(self._module.Stream()):
-            stream = self._module.current_stream()
-            stream.wait_event(self._event)
-            yield
-            stream.synchronize()
+        return self._done(self._copied)
 
 
 class HostCopies:

@@ -71,7 +71,7 @@ class MegatronState:
         self.steps = Steps(
             built,
             capture=self._random.capture,
-            before_update=session.before_update,
+            before_update=self._device.gate(session.before_update, session.status),
             step_completed=self._completed,
             keep=self._keep,
         )

@@ -66,6 +66,7 @@ class Training(adapter.Training):
         self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
         self.state.require_supported(place.world_size)
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
+        self._gate = self.recorder.queued.gate(session.before_update, session.status)
         self._buckets = shared.BucketLayouts(self.state)
         self._unsaved = unsaved_of(trainer)
         self._unsaved_data, self._optimizers = shared.UnsavedData(), shared.UnsavedOptimizers([self._optimizer])
@@ -113,7 +114,7 @@ class Training(adapter.Training):
             self._moving.opens()
             if self._place.world_size > 1:
                 self._capture(self.step + 1, False, self.trainer._tr_loss)
-        self._session.before_update()
+        self._gate()
         self.phase, self._scheduled = "update", self.trainer.lr_scheduler.state_dict()
 
     def _after_update(self, *_: object) -> None:

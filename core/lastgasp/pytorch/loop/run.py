@@ -145,6 +145,7 @@ class Run:
     def _start(self) -> None:
         state, life = self.state, self.life
         self._begin_with()
+        self._gate = self.recorder.queued.gate(self.engine.before_update, self.engine.status)
         if self.shards is not None:
             self.shards.started()
         # MindIO counts updates itself, so that a step cannot be left between its updates.
@@ -241,7 +242,7 @@ class Run:
             self._trains_before_its_data()
         self.moving.opens()
         self._capture_unsettled()
-        self.engine.before_update()
+        self._gate()
         self.schedules.opens()
 
     def _backward_over(self) -> None:

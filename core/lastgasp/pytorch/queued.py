@@ -1,0 +1,121 @@
+"""What this rank has queued on its accelerators, and what may never be done because a peer is gone.
+
+A call of torch's returns once its work is queued. After a peer's death the collective in a stream does not end, and
+nothing behind it is done: not the update that the host has queued meanwhile, and no copy to the host. Hence two rules.
+The host queues an update only when all before it is done, the gradients' collectives among them (`gate`): then a step
+that is complete by the host's count will be complete on the device without any peer. And a gasp reads on streams of its
+own (`reading`), behind the update and beside all later work.
+
+Run with stand-ins for streams alone: no machine with two accelerators was at hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lastgasp import _clock
+from lastgasp.errors import NotSaveable
+
+LONGEST = 30.0
+"""Seconds that a gasp waits for the device to end an update that it has been given."""
+_PAUSE = 20e-6
+_NEEDED = ("Event", "Stream", "stream", "device", "current_stream")
+
+
+class Status(Protocol):
+    """`RankStatus`."""
+
+    @property
+    def closed(self) -> bool:
+        """An update would wait at the gate now."""
+
+
+class QueuedWork:
+    """The streams of this rank's accelerators. Costs nothing where there are none.
+
+    Args:
+        devices: of the model; module: torch's module of them, looked up where left out.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], module: Any = None) -> None:
+        found = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._module = module if module is not None or not found else _module_of(found[0])
+        self._devices = found if self._module is not None else []
+        self._gradients, self._update = self._events(), self._events()
+        self._marked = False
+
+    def gate(self, before_update: Callable[[], None], status: Status) -> Callable[[], None]:
+        """`before_update` for a training thread that gives its work to a device.
+
+        It returns once all that was queued before is done, and the gate is open. An exception of the gate's passes.
+        """
+        if not self._devices:
+            return before_update
+
+        def wait_then_ask() -> None:
+            if self._capturing():  # into a CUDA graph: an event cannot be asked for, and nothing is done now
+                before_update()
+                return
+            self._record(self._gradients)
+            while not self._done(self._gradients) and not status.closed:
+                time.sleep(_PAUSE)
+            before_update()
+            while not self._done(self._gradients):  # the gate was closed, and has opened again
+                time.sleep(_PAUSE)
+
+        return wait_then_ask
+
+    def mark(self) -> None:
+        """All that a gasp may read is queued: the step is complete by the host's count. On the training thread."""
+        if self._devices and not self._capturing():
+            self._record(self._update)
+            self._marked = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Run the block behind the mark, and not behind any later work of the training thread. On any thread.
+
+        Raises:
+            NotSaveable: the device does not come to the mark.
+        """
+        deadline = _clock.monotonic() + LONGEST
+        while self._marked and not self._done(self._update):
+            if _clock.monotonic() > deadline:
+                raise NotSaveable(f"the accelerator has not made the update that it was given, for {LONGEST:g} s")
+            time.sleep(_PAUSE)
+        with ExitStack() as stack:
+            own = [self._module.Stream(device) for device in self._devices]
+            for device, stream in zip(self._devices, own, strict=True):
+                stack.enter_context(self._module.device(device))
+                stack.enter_context(self._module.stream(stream))
+            yield
+            for stream in own:
+                stream.synchronize()
+
+    def _events(self) -> list[Any]:
+        return [self._module.Event() for _ in self._devices]
+
+    def _record(self, events: list[Any]) -> None:
+        for device, event in zip(self._devices, events, strict=True):
+            event.record(self._module.current_stream(device))
+
+    def _done(self, events: list[Any]) -> bool:
+        return all(event.query() for event in events)
+
+    def _capturing(self) -> bool:
+        asked = getattr(self._module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
+
+def _module_of(device: torch.device) -> Any:
+    """torch's module of this kind of device; None where it has no streams that one could wait for."""
+    try:
+        found = torch.get_device_module(device)
+    except (RuntimeError, AttributeError):
+        return None
+    return found if all(hasattr(found, name) for name in _NEEDED) else None

@@ -1,0 +1,141 @@
+"""What is queued on an accelerator behind a collective that never ends, and what a gasp reads meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lastgasp.errors import NotSaveable
+from lastgasp.gasp.rank_status import RankStatus, Released, given_up
+from lastgasp.pytorch import queued as queued_module
+from lastgasp.pytorch.queued import QueuedWork
+from support.accelerator import Accelerator
+
+DEVICE = torch.device("cuda:3")
+
+
+class Training:
+    """One rank's, whose gradients come from a peer."""
+
+    def __init__(self) -> None:
+        self.module, self.status, self.peer = Accelerator(), RankStatus(), threading.Event()
+        self.work = QueuedWork([DEVICE], self.module)
+        self.opens = self.work.gate(self.status.before_update, self.status)
+        self.weights = 0
+        self.peer.set()
+
+    def _updated(self) -> bool:
+        self.weights += 1
+        return True
+
+    def step(self) -> None:
+        """Forward, a collective of the gradients, the update; nothing is waited for but by the gate."""
+        self.module.training.give(self.peer.is_set)
+        self.opens()
+        self.module.training.give(self._updated)
+        self.work.mark()
+        self.status.step_completed(self.status.step + 1)
+
+    def read(self) -> int:
+        """What a gasp reads, by a copy on the current stream of its thread."""
+        found = list[int]()
+        with self.work.reading():
+            stream = self.module.current_stream()
+            assert stream is not self.module.training
+            stream.give(lambda: not found.append(self.weights))  # type: ignore[func-returns-value]
+        return found[0]
+
+
+def test_a_step_is_not_complete_before_its_gradients_are_there() -> None:
+    """Else the host would count an update that no device makes any more."""
+    training = Training()
+    training.step()
+    training.peer.clear()
+    raised = list[BaseException]()
+
+    def train() -> None:
+        try:
+            training.step()
+        except Released as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    training.status.hold(60.0, target=1)
+    assert (training.status.step, training.status.consistent) == (1, True)
+    assert training.read() == 1, "beside the stream that waits for the peer"
+    training.status.release(given_up("over"))
+    thread.join(60.0)
+    assert raised and training.weights == 1, "it is not stuck, and has queued no update"
+
+
+def test_the_gate_that_has_opened_again_still_waits_for_the_gradients() -> None:
+    training = Training()
+    training.peer.clear()
+    thread = threading.Thread(target=training.step, daemon=True)
+    training.status.hold(60.0)
+    thread.start()
+    while not training.status.at_gate:
+        thread.join(0.01)
+    training.status.go_on()
+    thread.join(0.2)
+    assert thread.is_alive() and training.status.step == 0
+    training.peer.set()
+    thread.join(60.0)
+    assert (training.status.step, training.weights) == (1, 1)
+
+
+def test_a_gasp_waits_for_the_update_that_was_queued() -> None:
+    training, slow = Training(), threading.Event()
+    training.module.training.give(slow.is_set)  # the device is busy
+    thread = threading.Thread(target=training.step, daemon=True)
+    slow.set()
+    thread.start()
+    thread.join(60.0)
+    slow.clear()
+    training.module.training.give(slow.is_set)
+    training.module.training.give(training._updated)
+    training.work.mark()
+    later = threading.Timer(0.1, slow.set)
+    later.start()
+    assert training.read() == 2
+
+
+def test_a_device_that_does_not_come_to_its_update_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queued_module, "LONGEST", 0.05)
+    training, never = Training(), threading.Event()
+    training.module.training.give(never.is_set)
+    training.work.mark()
+    with pytest.raises(NotSaveable, match="has not made the update"):
+        training.read()
+
+
+def test_while_a_graph_is_captured_no_event_is_asked_for() -> None:
+    training = Training()
+    training.module.capturing = True
+    training.opens()
+    training.work.mark()
+    assert training.status.inside
+
+
+@pytest.mark.parametrize("devices", [[], [torch.device("cpu")], [torch.device("meta")]])
+def test_without_an_accelerator_it_is_the_gate_itself(devices: list[torch.device]) -> None:
+    status, work = RankStatus(), QueuedWork(devices)
+    assert work.gate(status.before_update, status) == status.before_update
+    work.mark()
+    with work.reading():
+        pass
+
+
+def test_a_kind_of_device_without_streams_is_left_alone() -> None:
+    assert QueuedWork([torch.device("mps")])._devices == []
+
+
+def test_torch_still_has_what_is_used() -> None:
+    """As far as it can be seen without a device."""
+    for module in (torch.cuda, torch.xpu):
+        assert all(hasattr(module, name) for name in queued_module._NEEDED)
