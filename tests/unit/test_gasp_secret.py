@@ -203,7 +203,7 @@ def test_a_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "token"
     path.write_text(SECRET)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"Its mode is {mode:04o}. chmod 600"):
+    with pytest.raises(ConfigError, match=f"Its mode is {mode:04o}. chmod 600 .*defaultMode: 0400"):
         token_from_environment({FILE: str(path)})
 
 

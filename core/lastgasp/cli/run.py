@@ -53,7 +53,7 @@ def run(dry_run: bool, min_ranks: int | None, arguments: tuple[str, ...]) -> Non
     agent of TaskD's does, and says so.
 
     Exit codes: 0 done, 83 stopped and saved, 84 stopped with nothing to save, 85 stopped and could not save,
-    86 no progress, 87 a rank refused to start, 1 anything else.
+    86 no progress, 87 a rank refused to start, 128 and more stopped before any rank had joined, 1 anything else.
     """
     keep_open()
     if min_ranks is not None:

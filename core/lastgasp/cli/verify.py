@@ -31,7 +31,7 @@ Examples:
 \b
 Exit codes:
   0  every checkpoint is good
-  1  at least one is damaged, unreadable or has no manifest: it will not be resumed from
+  1  at least one is damaged or unreadable, and will not be resumed from, or has no manifest
   2  wrong usage, or DIR holds no checkpoint
 """
 

@@ -103,7 +103,8 @@ def _content(path: str) -> str:
         raise ConfigError(FILE, path, allowed, f"It cannot be read: {error.strerror or error}.") from error
     try:
         if why := readable_by_others(os.fstat(fd)):
-            raise ConfigError(FILE, path, allowed, f"{why} chmod 600 {path}")
+            mounted = "In Kubernetes: defaultMode: 0400 in the secret's volume, 0440 where the container is not root."
+            raise ConfigError(FILE, path, allowed, f"{why} chmod 600 {path}. {mounted}")
         data = os.read(fd, LONGEST + 2)
         return data.decode().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -16,8 +16,8 @@ Provider = Callable[[ArgumentParser], ArgumentParser]
 _HELP = {
     "dir": "where gasps and incidents go, the same on all ranks; default: LASTGASP_DIR, else --save, else --load",
     "keep": "how many gasps to keep; default 3. Megatron's own checkpoints are never removed",
-    "resume": "auto (default): the newest iteration that verifies on all ranks; never: only what this job saved; "
-    "or the path of an iter_* directory",
+    "resume": "auto (default): the newest iteration that verifies on all ranks; the path of an iter_* directory; or "
+    "never: only what this job saved, and until there is any what the tracker in --load names, unverified",
     "hang_timeout": "seconds without progress after which ranks count as hung; auto (default) learns it",
     "save_timeout": "seconds that a save after a fault may take; default 600",
     "finish_timeout": "seconds that a rank inside its update gets to finish it; default 10",
