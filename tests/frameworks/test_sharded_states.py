@@ -245,6 +245,42 @@ def test_state_that_torch_does_not_make_comes_from_the_checkpoint(
     assert _plain(list(model.parameters())) == _plain(list(again.parameters()))
 
 
+class Views(torch.optim.Optimizer):
+    """State of each view of a parameter, by its number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p].setdefault(0, {}).setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                self.state.setdefault((1, 2), torch.zeros(1)).add_(1)  # type: ignore[call-overload]
+
+
+def test_state_under_keys_that_are_no_text_is_not_made_under_their_text(tmp_path: Path, as_rank: Ranks) -> None:
+    """The optimizer would not find it there, and begin anew: it is refused, unless the optimizer has it."""
+    as_rank(0, 1)
+    model = _model(1)
+    optimizer = Views(model.parameters())
+    shards = sharded.Shards({"model": model}, {"optimizer": optimizer}, 0, 1)
+    _grads(model, 1.0)
+    optimizer.step()
+    shards.look()
+    saved = _written(tmp_path, shards, optimizer)
+    for frozen in (False, True):
+        again: Any = _model(1)
+        again[0].requires_grad_(not frozen)
+        new = Views(again.parameters())
+        if not frozen:
+            sharded.load(saved, {"model": again}, {"optimizer": new})
+            assert _plain(optimizer.state_dict()) == _plain(new.state_dict())
+            continue
+        with pytest.raises(CheckpointMismatch, match=r"0\.weight\.0\.sum is only in the checkpoint"):
+            sharded.load(saved, {"model": again}, {"optimizer": new})
+
+
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, as_rank: Ranks) -> None:
     as_rank(0, 1)
     model: Any = _model(1)

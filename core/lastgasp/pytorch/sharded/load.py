@@ -177,7 +177,8 @@ def _make_state(root: nn.Module, inner: Any) -> None:
 def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, str]) -> None:
     """Make the state that only the checkpoint has: of what was frozen, say, or made in a later update than the first.
 
-    Not where the optimizer lacks options of the one that was saved: it is another one.
+    Not where the optimizer lacks options of the one that was saved: it is another one. Nor under keys that may not have
+    been text: the optimizer would not find it.
     """
     inner, begin = inside(optimizer), (*at, "state")
     leaves, groups = optimizer_leaves(optimizer, at, params)
@@ -193,6 +194,8 @@ def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, st
         if owner in others:
             continue
         parameter, group = own.get(str(owner), (None, {}))
+        if not all(map(_as_it_was, path[len(begin) :] if parameter is None else path[depth:])):
+            continue
         stored = kept.tensor(name)
         if stored is None:
             value = kept.value(name)
@@ -202,6 +205,11 @@ def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, st
             _put(inner.state, path[len(begin) :], value)
         else:
             _put(inner.state[parameter], path[depth:], value)
+
+
+def _as_it_was(key: str | int) -> bool:
+    """Whether a key of a dictionary is known from its text, which a path has of a number or a tuple, too."""
+    return isinstance(key, int) or (key.isidentifier() and key not in ("None", "True", "False"))
 
 
 def _options(kept: _Kept, group: Group) -> set[str]:
