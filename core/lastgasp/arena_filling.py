@@ -209,6 +209,12 @@ class Filling:
             self._arena.forget()
         self._note(f"{why}: if a rank there is killed, training resumes from the last checkpoint before")
 
+    def stop(self, why: str) -> None:
+        """Copy nothing from now on, and ask no other rank. All ranks call it at the same step."""
+        if self.every:
+            self._arena.forget()
+        self.every, self.why_off, self._choosing = 0, why, False
+
     def _choose(self, step: int) -> None:
         """Choose N by the slowest copy of all ranks, as a part of its steps; who copies nothing is asked, too."""
         self._choosing = False

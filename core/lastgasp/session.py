@@ -281,7 +281,7 @@ class Session:
         """All-gather over the control connection (ports.Gather); needs no process group.
 
         Args:
-            tag: the same on all ranks; payload: this rank's part; seconds: from the first to the last rank, from 300.
+            tag: the same on all ranks; payload: this rank's part; seconds: from the first to the last rank.
 
         Raises:
             DeadlineExceeded: some rank did not arrive.

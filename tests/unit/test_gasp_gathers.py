@@ -69,3 +69,16 @@ def test_a_save_may_take_longer() -> None:
     assert [answer.missing for _, answer in job.failed_gathers(since + 2 * GATHER_TIMEOUT)] == [
         "ranks [1] did not arrive within 600 s"
     ]
+
+
+def test_the_part_of_a_rank_that_waits_briefly_is_gone_when_it_gives_up() -> None:
+    """Under torch's `Join` it trains on, and another rank comes to the same number of steps at another moment."""
+    job = attempt()
+    part = m.GatherPart(tag="x", payload=b"", seconds=GATHER_TIMEOUT / 10)
+    assert job.gather(1, part) is None
+    since = job.gathers["x"].since
+    assert job.failed_gathers(since + 29) == []
+    assert [(rank, answer.missing) for rank, answer in job.failed_gathers(since + 30)] == [
+        (1, "ranks [0] did not arrive within 30 s")
+    ]
+    assert job.gather(0, part) is None

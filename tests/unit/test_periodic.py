@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from lastgasp.arena_filling import MEASURED, WARM_UP, Filling
 from lastgasp.config import GaspConfig
-from lastgasp.errors import DeadlineExceeded
-from lastgasp.pytorch.loop import periodic
-from lastgasp.pytorch.loop.periodic import JOINED, Periodic
+from lastgasp.errors import DeadlineExceeded, NotSaveable
+from lastgasp.pytorch import sharded_source
+from lastgasp.pytorch.loop.not_saved import UNEVEN, NotSaved
+from lastgasp.pytorch.loop.periodic import JOINED, Joined, Periodic
+from lastgasp.pytorch.loop.run import Run
+from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
+from lastgasp.pytorch.loop.state import TorchState
 
 
 class Uneven:
-    """A session of ranks that do not come to the same step."""
+    """A session of ranks that do not come to the same step.
 
-    def __init__(self) -> None:
-        self.waited: list[float] = []
+    Args:
+        come: what is asked first, and answered for all ranks.
+    """
+
+    def __init__(self, *come: str) -> None:
+        self.come = come
+        self.waited: list[tuple[str, float]] = []
         self.notes: list[str] = []
 
     def progress(self, phase: str) -> None:
@@ -26,7 +39,9 @@ class Uneven:
 
     def gather(self, tag: str, own: bytes, limit: float) -> list[bytes]:
         """They do not come."""
-        self.waited.append(limit)
+        self.waited.append((tag, limit))
+        if tag in self.come:
+            return [own, b"of a rank that has gone on"]
         raise DeadlineExceeded("a rank", limit, "")
 
     def note(self, text: str) -> None:
@@ -34,17 +49,96 @@ class Uneven:
         self.notes.append(text)
 
 
-@pytest.mark.parametrize(("joined", "waited"), [(True, [JOINED]), (False, [600.0, 600.0, 600.0])])
-def test_ranks_that_may_have_no_data_left_are_waited_for_once(
-    joined: bool, waited: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def state_of(joined: bool, sharded: bool = False) -> Any:
+    """With an optimizer that torch's `Join` knows."""
+    optimizer = SimpleNamespace(_join_config=SimpleNamespace(enable=joined))
+    return SimpleNamespace(sharded=sharded, models={"model": nn.Linear(1, 1)}, optimizers={"optimizer": optimizer})
+
+
+def run_of(engine: Any, directory: Path, joined: bool, shards: Any = None) -> Any:
+    """Saves, on rank 0."""
+    run: Any = object.__new__(Run)
+    config, writer = GaspConfig.resolve(directory), SimpleNamespace(place=SimpleNamespace(rank=0))
+    run.recorder, run.marks = SimpleNamespace(read=lambda step: b""), SimpleNamespace(saving=nullcontext)
+    run.shards, run._joined = shards, Joined(engine, config, state_of(joined, shards is not None))
+    run._periodic = Periodic(engine, writer, config, 0)  # type: ignore[arg-type]
+    run.dump = lambda step, aux: pytest.fail("a checkpoint of ranks that are elsewhere")
+    return run
+
+
+def saved(run: Any, *steps: int) -> None:
+    """These are due."""
+    for run.step in steps:
+        run.save()
+
+
+def test_under_join_ranks_that_may_have_no_data_left_are_waited_for_once(tmp_path: Path) -> None:
+    engine = Uneven()
+    saved(run_of(engine, tmp_path, True), 2, 4, 6)
+    assert engine.waited == [("loop/joined/2", JOINED)]
+    assert ["no periodic checkpoints are written from now on" in note for note in engine.notes] == [True]
+
+
+def test_without_join_each_step_is_waited_for(tmp_path: Path) -> None:
+    engine = Uneven()
+    saved(run_of(engine, tmp_path, False), 2, 4)
+    assert engine.waited == [("loop/save/2", 600.0), ("loop/save/4", 600.0)] and not engine.notes
+
+
+def test_under_join_a_rank_that_came_and_gave_up_has_no_part_in_a_checkpoint(tmp_path: Path) -> None:
+    """The controller was slow, and counts it; what it sent belongs to another moment than this rank's."""
+    engine = Uneven("loop/joined/8")
+    saved(run_of(engine, tmp_path, True), 8, 16)
+    assert [tag for tag, _ in engine.waited] == ["loop/joined/8", "loop/save/8", "loop/joined/16"]
+    assert len(engine.notes) == 1
+
+
+def test_under_join_ranks_that_come_together_write(tmp_path: Path) -> None:
+    engine, written = Uneven("loop/joined/2", "loop/save/2"), list[int]()
+    run = run_of(engine, tmp_path, True)
+    run.dump, run._periodic._write = lambda step, aux: {}, lambda step, checkpoint: written.append(step)
+    saved(run, 2)
+    assert written == [2] and not engine.notes
+
+
+class Arena:
+    """Of one rank."""
+
+    fd, identity, forgotten = -1, 0, False
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self.forgotten = True
+
+
+def test_under_join_nothing_of_parts_is_saved_and_nobody_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under torch's `Join` alone."""
-    monkeypatch.setattr(periodic, "ddp_of", lambda model: model)
-    engine: Any = Uneven()
-    writer: Any = SimpleNamespace(place=SimpleNamespace(rank=1))
-    model = SimpleNamespace(_join_config=SimpleNamespace(enable=joined))
-    saves = Periodic(engine, writer, GaspConfig.resolve(tmp_path), 0, [model])
-    for step in (2, 4, 6):
-        saves.save(step, b"", lambda _: {})
-    assert engine.waited == waited
-    assert ["no periodic checkpoints are written from now on" in note for note in engine.notes] == [True] * joined
+    """Parts of one number of steps may be of different moments; a joined rank of `ZeroRedundancyOptimizer` updates."""
+    engine, loop, arena = Uneven(), object.__new__(ShardedLoop), Arena()
+    monkeypatch.setattr(sharded_source, "steps", lambda fd, identity: ())
+    run = run_of(engine, tmp_path, True, loop)
+    run.state = state_of(True, sharded=True)
+    vars(loop).update(
+        _run=run, shards=SimpleNamespace(look=lambda: True), life=SimpleNamespace(session=engine), arena=arena,
+        _kept={}, _cannot="", _extra_states=SimpleNamespace(step_over=lambda step: {}),
+        _filling=Filling(arena, "auto", engine.gather, engine.note, 0),  # type: ignore[arg-type]
+    )  # fmt: skip
+    for step in range(1, WARM_UP + MEASURED + 2):
+        loop.keep(SimpleNamespace(step=step, groups=[]))
+        loop.fill(step)
+        saved(run, step)
+        with pytest.raises(NotSaveable, match="from step 1 on nothing can be saved: under torch's Join"):
+            loop.kept(step)
+    assert engine.waited == [] and len(engine.notes) == 1 and arena.forgotten
+    assert "from step 1 on nothing can be saved" in loop.cannot_again()
+
+
+def test_what_is_saved_under_join_is_noted() -> None:
+    """A joined rank makes no more updates, and counts no more steps."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = NotSaved(TorchState(model, optimizer))
+    assert UNEVEN not in kept.notes()
+    optimizer._join_config = SimpleNamespace(enable=True)  # type: ignore[attr-defined]
+    assert UNEVEN in kept.notes()

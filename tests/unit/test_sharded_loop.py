@@ -1,4 +1,4 @@
-"""What was left in an arena is looked at before training begins with it."""
+"""Loops whose ranks hold parts: what was left in an arena, periodic checkpoints, a training that is entered again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from lastgasp.errors import DeadlineExceeded
+from lastgasp.pytorch.loop import engine_loop, sharded_loop
+from lastgasp.pytorch.loop.engine_loop import EngineLoop
+from lastgasp.pytorch.loop.kept_objects import KeptObjects
+from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
+from lastgasp.pytorch.loop.shards_again import ShardsAgain
 from lastgasp.pytorch.sharded.shards import Shards, host_memory
 
 HERE = "training 0 in ckpts"
@@ -67,6 +72,93 @@ def test_a_rank_that_is_late_for_a_periodic_checkpoint_is_waited_for_once(monkey
     monkeypatch.setattr(ShardedLoop, "capture", lambda self, step: b"")
     loop.save_periodic(8)
     assert asked == ["loop/save/8"] and engine.status.durable == 0
+
+
+class _Parts:
+    """Of an engine whose second step cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.extra_modules: dict[Any, Any] = {}
+        self.now: Any = SimpleNamespace(objects=lambda: {"global_step1/mp_rank_00_model_states.pt": "of step 1"})
+        self.looks = 0
+
+    def look(self) -> bool:
+        self.looks += 1
+        if self.looks > 1:
+            raise ValueError("values of the engine cannot be pickled: a lock")
+        return True
+
+    def states_of_one(self) -> dict[str, bytes]:
+        return {}
+
+
+@pytest.mark.parametrize("described_here", [False, True])
+def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
+    described_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that cannot be described any more costs saves, not the training: whichever rank's it is."""
+    written, notes, published = list[Any](), list[str](), list[Any]()
+    monkeypatch.setattr(engine_loop, "_write", lambda staged, rank, files: written.append(files) or b"x")
+    monkeypatch.setattr(sharded_loop, "part_of", lambda *_: b"part")
+    staged = SimpleNamespace(discard=lambda: None, target=Path("t"))
+    monkeypatch.setattr(sharded_loop, "Staged", lambda *_, **__: staged)
+    monkeypatch.setattr(engine_loop, "counters", lambda engine: {})
+    monkeypatch.setattr(EngineLoop, "capture", lambda self, step: b"aux")
+    monkeypatch.setattr(EngineLoop, "merge", lambda *_: published.append(1))
+    loop: Any = object.__new__(EngineLoop)
+    session = SimpleNamespace(note=notes.append, gather=lambda tag, own: [own])
+    engine = SimpleNamespace(
+        progress=lambda phase: None, status=SimpleNamespace(durable=0), session=session,
+        gather=lambda tag, own, seconds: [own, b"" if described_here else own],
+    )  # fmt: skip
+    parts = _Parts()
+    parts.looks -= 2 * described_here
+    vars(loop).update(
+        shards=parts, life=SimpleNamespace(session=session), arena=None, _kept={}, _cannot="", _compared=set(),
+        _counters={}, _extra_states=SimpleNamespace(step_over=lambda step: {}), rank=0, _filling=None,
+        _run=SimpleNamespace(
+            engine=engine, config=SimpleNamespace(directory="ckpts", save_timeout=1.0, sha256=False), step=2,
+            state=SimpleNamespace(
+                layout=SimpleNamespace(periodic_path=lambda *_: Path("ckpts/p")), engine=None, models={}, optimizers={}
+            ),
+            fit=SimpleNamespace(number=0), place=SimpleNamespace(replicas=((0,), (1,))),
+        ),
+    )  # fmt: skip
+    for step in (1, 2):
+        loop.keep(SimpleNamespace(step=step, groups=[]))
+    loop.save_periodic(2)
+    assert len(written) == described_here and len(notes) == (not described_here)
+    assert not published and engine.status.durable == 0
+    if not described_here:
+        assert loop._publish_periodic(staged, b"part", {0: b"part"}, {0: b"aux"}) == b""
+
+
+def test_a_step_that_a_fault_has_cut_short_is_not_compared_with_the_others() -> None:
+    """They stand in the rest of the loop's body, and wait for this rank, which reports its fault after that."""
+    looks = list[int]()
+    loop, run = object.__new__(ShardedLoop), object.__new__(Run)
+    vars(loop).update(
+        shards=SimpleNamespace(look=lambda: looks.append(1) or True), life=None, arena=None, _kept={}, _cannot="",
+        _extra_states=SimpleNamespace(step_over=lambda step: {}), _run=run,
+    )  # fmt: skip
+    state: Any = SimpleNamespace(models={}, optimizers={})
+    run.shards, run.state = loop, state
+    snapshot: Any = SimpleNamespace(step=1, groups=[])
+    run.finished(snapshot)
+    assert looks and loop.kept(1) is snapshot
+
+
+def test_hooks_of_models_made_outside_are_there_once_around_shards_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a loop whose ranks hold all of the state: before that is filled."""
+    done = list[str]()
+    monkeypatch.setattr(KeptObjects, "enter", lambda self, state, note: done.append("objects"))
+    again: Any = object.__new__(ShardsAgain)
+    again._held = SimpleNamespace(again=None, life=None)
+    again.run = SimpleNamespace(
+        entry=SimpleNamespace(objects=object.__new__(KeptObjects), sessions=1), state=None,
+        shards=SimpleNamespace(enter=lambda agreed, held: done.append("shards")), engine=SimpleNamespace(note=None),
+    )  # fmt: skip
+    assert again.fill() and done == ["objects", "shards"]
 
 
 def test_a_device_s_state_takes_no_memory_of_the_host_before_a_copy_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

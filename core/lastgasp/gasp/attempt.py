@@ -52,7 +52,7 @@ class GatherState:
 
     since: float
     parts: dict[int, bytes] = field(default_factory=dict)
-    limit: float = GATHER_TIMEOUT
+    limit: float = 0.0
 
 
 @dataclass
@@ -276,7 +276,7 @@ class Attempt:
     def gather(self, rank: int, part: m.GatherPart) -> m.Gathered | None:
         """Store one part; return all parts when it was the last one."""
         state = self.gathers.setdefault(part.tag, GatherState(since=_clock.monotonic()))
-        state.parts[rank], state.limit = part.payload, max(state.limit, part.seconds)
+        state.parts[rank], state.limit = part.payload, max(state.limit, part.seconds or GATHER_TIMEOUT)
         if len(state.parts) < self.hello.world_size:
             return None
         del self.gathers[part.tag]

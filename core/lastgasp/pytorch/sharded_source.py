@@ -189,17 +189,21 @@ class ShardedSource(ShardedSaves):
 
     # -- a step -------------------------------------------------------------------------------------------
 
-    def keep(self, small: SmallState) -> None:
-        """A step is complete: follow the tensors, and keep its small state, unless they cannot be saved any more."""
+    def keep(self, small: SmallState, compare: bool = True) -> None:
+        """A step is complete: follow the tensors, and keep its small state, unless they cannot be saved any more.
+
+        Args:
+            compare: with what the other ranks hold, where all of them have completed the step.
+        """
         before, changed = self._cannot, False
         try:
-            changed, self._cannot = self.shards.look(), ""
+            changed, self._cannot = self.look(), ""
         except ValueError as error:
             why = error.value if isinstance(error, ConfigError) else error
             self._cannot = before or f"from step {small.step} on nothing can be saved: {why}"
         if self._cannot and not before:
             self.life.session.note(self._cannot)
-        if changed:
+        if changed and compare:
             self._compare_states(str(small.step))
         held = steps(self.arena.fd, self.arena.identity) if self.arena is not None else ()
         for step in self._kept.keys() - {small.step - 1, *held}:
@@ -208,6 +212,10 @@ class ShardedSource(ShardedSaves):
             self._kept[small.step] = small
         self._extra = small.step, self._extra_states.step_over(small.step)
         self._completed = True
+
+    def look(self) -> bool:
+        """As `Shards.look`. Raises ValueError: nothing can be saved of this step; says why."""
+        return self.shards.look()
 
     def fill(self, step: int) -> None:
         """Copy the parts into the arena, with the auxiliary state that was just captured. Never raises."""

@@ -100,9 +100,9 @@ class EngineLoop(ShardedLoop):
         """Nothing: a restart does not begin with arenas."""
         return b""
 
-    def keep(self, small: Any) -> None:
+    def keep(self, small: Any, compare: bool = True) -> None:
         """With the engine's counters of now: it counts on with each batch of the next step."""
-        super().keep(small)
+        super().keep(small, compare)
         kept = {step: found for step, found in self._counters.items() if step in self._kept}
         self._counters = kept | {small.step: counters(self._run.state.engine)}
 
@@ -114,7 +114,12 @@ class EngineLoop(ShardedLoop):
         self, staged: Staged, step: int, *, plain: bool, buffers: Mapping[str, Tensor] | None = None,
         extra: Mapping[Path, Any] | None = None,
     ) -> bytes:  # fmt: skip
-        """This rank's files, with its live tensors. Buffers are those of the end of the step already."""
+        """This rank's files, with its live tensors. Buffers are those of the end of the step already.
+
+        Raises:
+            NotSaveable: the engine could not be described at the end of the step: what is known is of an earlier one.
+        """
+        self.kept(step)
         parts: Any = self.shards
         return _write(staged, self.rank, parts.now.objects())
 

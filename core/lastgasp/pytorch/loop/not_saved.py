@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
-from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
+
+UNEVEN = (
+    "under torch's Join ranks may be at different numbers of steps, each with an optimizer state of its own: a resume "
+    "has that of one rank, and ranks may get batches again or miss some"
+)
 
 
 class NotSaved:
@@ -24,6 +29,7 @@ class NotSaved:
             kept.begun = self._modules.since(kept.begun, kept.same(state))
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), sharded=state.sharded)
         self._loaders: list[object] = []
+        self._state = state
         self._hooks = note_on_hooks(map(ddp_of, state.models.values()))
 
     def takes(self, loader: object) -> None:
@@ -39,5 +45,6 @@ class NotSaved:
 
     def notes(self) -> list[str]:
         """What a resumed run lacks. Any thread may ask."""
-        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks
+        uneven = UNEVEN if under_join(self._state) else ""
+        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven
         return [note for note in found if note]

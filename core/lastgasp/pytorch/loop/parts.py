@@ -115,3 +115,13 @@ def ddp_of(module: Any) -> DistributedDataParallel | None:
             return None
         module = module._orig_mod
     return module
+
+
+def under_join(state: Any) -> bool:
+    """Whether a loop trains inside of torch's `Join`, or has. Ranks have different numbers of batches then.
+
+    Args:
+        state: the `TorchState`.
+    """
+    joinable = [*map(ddp_of, state.models.values()), *state.optimizers.values()]
+    return any(one._join_config.enable for one in joinable if hasattr(one, "_join_config"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
-from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.loop.parts import under_join
 from lastgasp.session import Session as Engine
 from lastgasp.testing import faults
 
@@ -40,18 +40,40 @@ def together(
         return None
 
 
-class Periodic:
-    """Writes periodic checkpoints. All ranks call `save` after the same step.
+class Joined:
+    """Under torch's `Join` ranks may come to different numbers of steps: no periodic checkpoints are written then.
 
     Args:
-        models: those that are trained. Under `Join` ranks may have different numbers of steps; none is written then.
+        state: the user's. Where ranks hold parts, nothing is saved under `Join` (`ShardedLoop.keep`).
     """
 
-    def __init__(
-        self, engine: Engine, writer: ManifestWriter, config: GaspConfig, fit: int, models: Iterable[Any] = ()
-    ) -> None:
+    def __init__(self, engine: Engine, config: GaspConfig, state: Any) -> None:
+        self._engine, self._config, self._state, self._uneven = engine, config, state, False
+
+    def wait(self, step: int) -> bool:
+        """Whether all ranks have come to `step`, of which a checkpoint is due; at once without `Join`.
+
+        Nothing of the checkpoint goes along: where the controller is slow it may count a rank that has just given up.
+        """
+        engine = self._engine
+        if not under_join(self._state):
+            return True
+        if self._uneven or self._state.sharded:
+            return False
+        engine.progress("save")
+        self._uneven = together(engine, f"loop/joined/{step}", b"", self._config, JOINED) is None
+        if self._uneven:
+            engine.note("under torch's Join the ranks have come to different numbers of steps: no periodic "
+                        "checkpoints are written from now on")  # fmt: skip
+            engine.progress("data")
+        return not self._uneven
+
+
+class Periodic:
+    """Writes periodic checkpoints. All ranks call `save` after the same step."""
+
+    def __init__(self, engine: Engine, writer: ManifestWriter, config: GaspConfig, fit: int) -> None:
         self._engine, self._writer, self._config, self._fit = engine, writer, config, fit
-        self._models, self._uneven = list(filter(None, map(ddp_of, models))), False
 
     def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:
         """Gather the auxiliary states; write, on rank 0. A failing disk does not end training.
@@ -62,15 +84,8 @@ class Periodic:
 
         """
         engine, rank = self._engine, self._writer.place.rank
-        joined = any(model._join_config.enable for model in self._models)
-        if joined and self._uneven:
-            return
         engine.progress("save")
-        found = together(engine, f"loop/save/{step}", own, self._config, JOINED if joined else None)
-        if joined and found is None:
-            self._uneven = True
-            engine.note("under torch's Join the ranks have come to different numbers of steps: no periodic "
-                        "checkpoints are written from now on")  # fmt: skip
+        found = together(engine, f"loop/save/{step}", own, self._config)
         if rank == 0 and found is not None:
             self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
         else:

@@ -36,7 +36,7 @@ from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, require_held
-from lastgasp.pytorch.loop.periodic import Periodic
+from lastgasp.pytorch.loop.periodic import Joined, Periodic
 from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
 from lastgasp.pytorch.loop.schedules import ScheduleWatch
@@ -125,7 +125,8 @@ class Run:
             lambda step: files.gasp_path(config.directory, step, self.fit.number), files.LAYOUT,
             recorder=self.recorder, writer=writer, config=config, alike=lambda: self.life.alike,
         )  # fmt: skip
-        self._periodic = Periodic(self.engine, writer, config, self.fit.number, state.models.values())
+        self._joined = Joined(self.engine, config, state)
+        self._periodic = Periodic(self.engine, writer, config, self.fit.number)
         self._again_here = again_here(self, partial(make, backend=self.engine.backend), writer, held)
         try:
             self._start()
@@ -391,6 +392,8 @@ class Run:
         self._wanted = False
         step, own = self.step, self.recorder.read(self.step)
         with self.marks.saving():
+            if not self._joined.wait(step):
+                return
             if self.shards is not None:
                 self.shards.save_periodic(step)
                 return
@@ -434,10 +437,10 @@ class Run:
         return ""
 
     def finished(self, snapshot: Snapshot) -> None:
-        """A step that was cut short is complete."""
+        """A step that was cut short is complete. The others may wait for this rank elsewhere, until it reports that."""
         self._snapshot, self.step = snapshot, snapshot.step
         if self.shards is not None:
-            self.shards.keep(snapshot)
+            self.shards.keep(snapshot, compare=False)
 
 
 def _nothing() -> None:

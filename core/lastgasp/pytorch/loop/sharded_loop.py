@@ -18,12 +18,13 @@ from lastgasp.arena_taking import Taken
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.errors import CheckpointError, LastgaspError
+from lastgasp.errors import CheckpointError, LastgaspError, NotSaveable
 from lastgasp.gasp.again import Again
 from lastgasp.ports import Layout
 from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.held_parts import BUCKETS, HeldParts, merge_all
+from lastgasp.pytorch.loop.parts import under_join
 from lastgasp.pytorch.loop.periodic import together
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
@@ -79,6 +80,18 @@ class ShardedLoop(ShardedSource):
         self.fill(snapshot.step)
         self._run.capture_aux(snapshot.step, settled=True)
         return since
+
+    def look(self) -> bool:
+        """As in the base; under torch's `Join` parts of one number of steps may be of different moments."""
+        if under_join(self._run.state):
+            raise ValueError("under torch's Join ranks may come to different numbers of steps, and each holds a part")
+        return super().look()
+
+    def fill(self, step: int) -> None:
+        """As in the base."""
+        if self._filling is not None and under_join(self._run.state):
+            self._filling.stop(self._cannot)
+        super().fill(step)
 
     # -- from what was left in arenas -----------------------------------------------------------------------
 
@@ -241,12 +254,12 @@ class ShardedLoop(ShardedSource):
         return part_of(staged, [description], {})
 
     def _publish_periodic(self, staged: Staged, own: bytes, parts: Mapping[int, bytes], aux: dict[int, bytes]) -> bytes:
-        step = self._run.step
-        kept, known = self.kept(step), {rank: data for rank, data in aux.items() if data}
+        step, known = self._run.step, {rank: data for rank, data in aux.items() if data}
         try:
+            kept = self.kept(step)
             self.merge(staged, own, parts, self.beside(kept, self.dump_small(kept), known))
             staged.publish(self._writer.provenance(step, "periodic"), aside=True)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, NotSaveable) as error:
             log.error("checkpoint %s could not be written (%s): training continues; older ones remain",
                       staged.target, error)  # fmt: skip
             return b""

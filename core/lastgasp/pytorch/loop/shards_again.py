@@ -22,6 +22,8 @@ class ShardsAgain(PartsAgain, LoopAgain):
             return False
         before = self.before()
         assert before is None or isinstance(before, HeldParts)
+        if self.kept is not None:  # as in a new process
+            self.kept.enter(self.run.state, self.run.engine.note)
         self.run.shards.enter(held.again, before)
         return True
 
