@@ -98,7 +98,12 @@ def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
 ) -> None:
     """An engine that cannot be described any more costs saves, not the training: whichever rank's it is."""
     written, notes, published = list[Any](), list[str](), list[Any]()
-    monkeypatch.setattr(engine_loop, "_write", lambda staged, rank, files: written.append(files) or b"x")
+
+    def write(staged: Any, rank: int, files: Any) -> bytes:
+        written.append(files)
+        return b"x"
+
+    monkeypatch.setattr(engine_loop, "_write", write)
     monkeypatch.setattr(sharded_loop, "part_of", lambda *_: b"part")
     staged = SimpleNamespace(discard=lambda: None, target=Path("t"))
     monkeypatch.setattr(sharded_loop, "Staged", lambda *_, **__: staged)
@@ -135,17 +140,17 @@ def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
 
 def test_a_step_that_a_fault_has_cut_short_is_not_compared_with_the_others() -> None:
     """They stand in the rest of the loop's body, and wait for this rank, which reports its fault after that."""
-    looks = list[int]()
+    looks = iter([True])
     loop, run = object.__new__(ShardedLoop), object.__new__(Run)
     vars(loop).update(
-        shards=SimpleNamespace(look=lambda: looks.append(1) or True), life=None, arena=None, _kept={}, _cannot="",
+        shards=SimpleNamespace(look=lambda: next(looks)), life=None, arena=None, _kept={}, _cannot="",
         _extra_states=SimpleNamespace(step_over=lambda step: {}), _run=run,
     )  # fmt: skip
     state: Any = SimpleNamespace(models={}, optimizers={})
     run.shards, run.state = loop, state
     snapshot: Any = SimpleNamespace(step=1, groups=[])
     run.finished(snapshot)
-    assert looks and loop.kept(1) is snapshot
+    assert not list(looks) and loop.kept(1) is snapshot
 
 
 def test_hooks_of_models_made_outside_are_there_once_around_shards_too(monkeypatch: pytest.MonkeyPatch) -> None:
