@@ -45,6 +45,14 @@ def test_a_users_first_epoch_is_known_to_a_resume(tmp_path: Path) -> None:
     assert job(tmp_path, "later").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], finished.output
 
 
+def test_what_onrequestexit_has_left_is_not_loaded_over_a_resume(tmp_path: Path) -> None:
+    assert run(tmp_path, "leaves", "raises").returncode != 0
+    finished = run(tmp_path, "leaves")
+    assert finished.returncode == 0, finished.output
+    assert job(tmp_path, "leaves").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8]], finished.output
+    assert "net_train.ckpt over step 6" in finished.output
+
+
 def test_exported_weights_are_no_checkpoints_of_the_training(tmp_path: Path) -> None:
     assert run(tmp_path, "exports", "kill").returncode != 0, "nothing but an export is there"
     assert run(tmp_path, "exports", "early").returncode != 0, "a save after a fault"

@@ -47,6 +47,7 @@ class LastGasp(Callback):  # type: ignore[misc]
     def on_train_begin(self, run_context: Any) -> None:
         """Training starts, or resumes from what was loaded."""
         if self.run is not None:
+            self.run.others_loaded()
             self.run.begin(run_context.original_args())
         elif switched() is not False:
             log.error("%s", _UNSEEN)
@@ -60,6 +61,11 @@ class LastGasp(Callback):  # type: ignore[misc]
         """All other callbacks have seen the end of the step."""
         if self.run is not None:
             self.run.callbacks_end(run_context.original_args())
+
+    def on_eval_begin(self, run_context: Any) -> None:
+        """One by `Model.fit`."""
+        if self.run is not None:
+            self.run.others_loaded()
 
     def on_eval_step_begin(self, run_context: Any) -> None:
         """A batch of an evaluation by `Model.fit` is progress."""
@@ -88,6 +94,14 @@ class Boundary(Callback):  # type: ignore[misc]
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Others may load."""
+        self._run.others_load(run_context.original_args())
+
+    def on_eval_begin(self, run_context: Any) -> None:
+        """Others may load, in an evaluation by `Model.fit`, too."""
+        self._run.others_load(run_context.original_args())
 
     def on_train_step_end(self, run_context: Any) -> None:
         """No other callback has run since."""

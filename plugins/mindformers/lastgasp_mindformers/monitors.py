@@ -42,7 +42,12 @@ class Saved(NativeSave):
 
 def is_monitor(callback: Any) -> bool:
     """Whether it is MindSpore's ModelCheckpoint, of which MindFormers' CheckpointMonitor is one."""
-    return ("mindspore", "ModelCheckpoint") in _kinds(callback)
+    return is_a(callback, "ModelCheckpoint")
+
+
+def is_a(callback: Any, kind: str) -> bool:
+    """Whether it is a callback of MindSpore's of that name, or of a class made of it."""
+    return ("mindspore", kind) in _kinds(callback)
 
 
 def is_partial(callback: Any) -> bool:

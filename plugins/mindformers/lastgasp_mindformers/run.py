@@ -15,6 +15,7 @@ from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later
 from lastgasp_mindformers.data import changed, described
 from lastgasp_mindformers.digests import digests_of, unknown_yet
+from lastgasp_mindformers.exit_files import ExitFiles
 from lastgasp_mindformers.exits import kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.manifests import Manifests
@@ -104,6 +105,7 @@ class Run:
         self._marks = LoopMarks(self.session)
         self._faults = LoopFaults(place.rank)
         self.life.on_close(self._faults.undo)
+        self._exit_files = ExitFiles()
         self._aux = b""
         self._seen = self._epochs = 0
         self._dataset: Any = None
@@ -191,6 +193,17 @@ class Run:
         self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config)
         self.source.present = self.selector.present
         self.life.bind(self)
+
+    def others_load(self, params: Any) -> None:
+        """Before the other callbacks where training or an evaluation begins: one may load over what was resumed from."""
+        if self.selector.resumed is not None:
+            for file in self._exit_files.hide(params.list_callback):
+                step = self.selector.resumed
+                self.session.note(f"OnRequestExit would have loaded {file} over step {step}: it was left alone")
+
+    def others_loaded(self) -> None:
+        """Behind them."""
+        self._exit_files.show()
 
     def begin(self, params: Any) -> None:
         """Training starts, or resumes from what was loaded."""

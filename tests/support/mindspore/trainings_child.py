@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint
+from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint, OnRequestExit
 
 from lastgasp_mindformers import LastGasp
 from support.mindspore.losses import Losses
@@ -69,6 +69,18 @@ def later(folder: Path, fails: str) -> None:
     model, dataset, _ = made()
     callbacks = [Losses(), *([Fails(6)] if fails else []), LastGasp(str(folder / "ckpts"))]
     model.train(8, dataset, callbacks=callbacks, initial_epoch=5)
+
+
+def leaves(folder: Path, fails: str) -> None:
+    """OnRequestExit, and the file that it has left behind long ago."""
+    model, dataset, _ = made()
+    stops = OnRequestExit(save_mindir=False, file_name="net", directory=str(folder / "exit"))
+    if fails:
+        ms.save_checkpoint(model.train_network, stops.train_name)
+    more = [Fails(6)] if fails else []
+    model.train(2, dataset, callbacks=[Losses(), stops, *more, LastGasp(str(folder / "ckpts"))])
+    if stops.train_name != str(folder / "exit/rank_0/net_train"):
+        raise AssertionError(stops.train_name)
 
 
 def exports(folder: Path, fails: str) -> None:
