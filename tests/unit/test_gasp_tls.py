@@ -207,6 +207,20 @@ def test_a_key_that_others_can_read(variables: dict[str, str]) -> None:
         TlsFiles.from_environment(variables)
 
 
+def test_a_key_of_roots_that_the_group_can_read_is_as_kubernetes_mounts_it(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a container that root does not run; the tests' own user plays that one."""
+    key = Path(variables[KEY])
+    key.chmod(0o440)
+    os.chown(key, 0, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert TlsFiles.from_environment(variables) is not None
+    key.chmod(0o444)
+    with pytest.raises(ConfigError, match=r"Its mode is 0444.*defaultMode 0400, or 0440"):
+        TlsFiles.from_environment(variables)
+
+
 def test_a_file_that_is_not_there(variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         TlsFiles.from_environment(variables | {CA: "/nowhere/ca.pem"})

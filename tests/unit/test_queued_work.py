@@ -114,6 +114,21 @@ def test_a_device_that_does_not_come_to_its_update_is_not_waited_for_without_end
         training.read()
 
 
+@pytest.mark.parametrize(
+    ("value", "hosts", "told"), [("1", 2, True), (None, 2, True), ("0", 2, False), ("1", 1, False)]
+)
+def test_that_torch_ends_survivors_of_other_hosts_is_said(
+    value: str | None, hosts: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    variables = {"WORLD_SIZE": str(2 * hosts), "LOCAL_WORLD_SIZE": "2", "RANK": "0", queued_module.WATCHDOG: value}
+    for name, content in variables.items():
+        monkeypatch.delenv(name, raising=False)
+        if content is not None:
+            monkeypatch.setenv(name, content)
+    Training()
+    assert (queued_module.WATCHDOG in caplog.text) == told
+
+
 def test_while_a_graph_is_captured_no_event_is_asked_for() -> None:
     training = Training()
     training.module.capturing = True

@@ -10,8 +10,8 @@ from lastgasp.session import launched
 def recovery_here(asked: Recovery | None, device: str, groups: str) -> Recovery:
     """What was asked for; else "auto" where recovery in place was proven, and "restart" everywhere else.
 
-    Proven: ranks on CPUs whose process groups are gloo's, under a launcher, led by the embedded engine. A custom loop
-    inside of `lastgasp.pytorch.train` is asked for by that, wherever it runs.
+    Proven: ranks on CPUs whose process groups are gloo's, under a launcher, led by the embedded engine. For a custom
+    loop, `lastgasp.pytorch.train` asks for it, wherever the model is on a CPU.
 
     Args:
         asked: the argument or the variable (`asked_recovery`).

@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lastgasp.errors import ConfigError
 
-from .tls import CA, CERT, KEY, TlsFiles
+from .tls import CA, CERT, KEY, TlsFiles, readable_by_others
 
 TOKEN, FILE, INSECURE = "LASTGASP_TOKEN", "LASTGASP_TOKEN_FILE", "LASTGASP_INSECURE"
 UNCOORDINATED = "LASTGASP_NO_CONTROLLER"
@@ -111,19 +110,3 @@ def _content(path: str) -> str:
         raise ConfigError(FILE, path, allowed, f"It cannot be read as text: {error}.") from error
     finally:
         os.close(fd)
-
-
-def readable_by_others(found: os.stat_result) -> str:
-    """Why the file must not hold a secret; empty if it may.
-
-    The rule is PostgreSQL's: only the owner may read it, or also the group if root owns it. Kubernetes mounts files for
-    containers that do not run as root in the latter way.
-    """
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISREG(found.st_mode):
-        return "It is not a regular file."
-    if found.st_uid == os.geteuid():
-        return f"Its mode is {mode:04o}." if mode & 0o077 else ""
-    if found.st_uid != 0:
-        return f"It belongs to user {found.st_uid}."
-    return f"Its mode is {mode:04o}." if mode & 0o037 else ""

@@ -103,10 +103,28 @@ def _readable(name: str, value: str) -> Path:
     path = Path(value).expanduser()
     try:
         with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            found = os.fstat(file.fileno())
     except OSError as error:
         raise ConfigError(name, value, _WHAT[name], f"It cannot be read: {error.strerror or error}.") from error
-    if name == KEY and mode & 0o077:
-        allowed = f"a file that only its owner can read, not one of mode {mode:04o}"
-        raise ConfigError(name, value, allowed, f"chmod 600 {value}")
+    why = readable_by_others(found) if name == KEY and found.st_mode & 0o077 else ""
+    if why:
+        remedy = f"chmod 600 {value}; in Kubernetes mount it with defaultMode 0400, or 0440 where root does not run it"
+        raise ConfigError(name, value, "a file that only its owner can read, or root's that its group can, too",
+                          f"{why} {remedy}.")  # fmt: skip
     return path
+
+
+def readable_by_others(found: os.stat_result) -> str:
+    """Why the file must not hold a secret; empty if it may.
+
+    The rule is PostgreSQL's: only the owner may read it, or also the group if root owns it. Kubernetes mounts files for
+    containers that do not run as root in the latter way.
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        return "It is not a regular file."
+    if found.st_uid == os.geteuid():
+        return f"Its mode is {mode:04o}." if mode & 0o077 else ""
+    if found.st_uid != 0:
+        return f"It belongs to user {found.st_uid}."
+    return f"Its mode is {mode:04o}." if mode & 0o037 else ""

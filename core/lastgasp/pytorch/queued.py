@@ -11,6 +11,8 @@ Run with stand-ins for streams alone: no machine with two accelerators was at ha
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,8 +23,12 @@ import torch
 from lastgasp import _clock
 from lastgasp.errors import NotSaveable
 
+log = logging.getLogger("lastgasp")
+
 LONGEST = 30.0
 """Seconds that a gasp waits for the device to end an update that it has been given."""
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""1 where torchrun sets it: all processes are ended. 0 leaves that to others."""
 _PAUSE = 20e-6
 _NEEDED = ("Event", "Stream", "stream", "device", "current_stream")
 
@@ -56,6 +62,7 @@ class QueuedWork:
         """
         if not self._devices:
             return before_update
+        _warn_of_watchdog(self._devices[0])
 
         def wait_then_ask() -> None:
             if self._capturing():  # into a CUDA graph: an event cannot be asked for, and nothing is done now
@@ -110,6 +117,16 @@ class QueuedWork:
     def _capturing(self) -> bool:
         asked = getattr(self._module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
+
+
+def _warn_of_watchdog(device: torch.device) -> None:
+    """NCCL notices a dead peer over a network, and torch ends the process then, whatever it has to save."""
+    here, all_of_them = (int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    value = os.environ.get(WATCHDOG, "3")
+    if device.type == "cuda" and value != "0" and all_of_them > here and os.environ.get("RANK") == "0":
+        log.warning("%s=%s: where NCCL notices a dead rank on another host, it ends this process, perhaps before the "
+                    "step is saved. Set it to 0 on all nodes; lastgasp finds hung ranks itself",
+                    WATCHDOG, value)  # fmt: skip
 
 
 def _module_of(device: torch.device) -> Any:

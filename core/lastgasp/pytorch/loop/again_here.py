@@ -217,7 +217,8 @@ class AgainHere:
         status = run.life.session.status
         self.before_dump(again.step)
         if run.place.rank not in again.takers:
-            checkpoint = self.renumbered(cloned(run.dump(again.step, again.aux)), again)
+            with run.recorder.queued.reading():
+                checkpoint = self.renumbered(cloned(run.dump(again.step, again.aux)), again)
             durable = again.step if again.saved else status.durable
             gives = bool(again.takers) or NEW in again.members
             values = self.values() if gives and run.place.rank == again.source else b""

@@ -276,7 +276,7 @@ class Run:
     def complete(self, step: int) -> None:
         """`step` is complete: capture it; write a checkpoint if one is due."""
         if self.update.has_copy:
-            self.engine.before_update()  # the gate: from the copy to the live state
+            self._gate()  # from the copy to the live state
         due = self._wanted or (self.every > 0 and step // self.every > self.step // self.every)
         self._capture(step, due)
         self.marks.step_end(step)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
-from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, integer, recovery_of
+from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.run import Run
@@ -112,11 +112,12 @@ class Session:
         given: dict[str, Any] = dict(options)
         every = integer("every", given.pop("every", 0), 0, "Use 0 for gasps alone.")
         arena = arena_of(given.pop("arena", None))
-        limit, recovery = given.pop("max_steps", None), recovery_of(given.pop("recovery", None))
+        limit, asked = given.pop("max_steps", None), asked_recovery(given.pop("recovery", None))
         most = None if limit is None else integer("max_steps", limit, 1, "Leave it out for no limit.")
         marks = [given.pop(name, None) for name in ("marks", "profiling_dir", "profiling_limit_mb")]
         if not isinstance(state, TorchState):
             raise ConfigError("state", type(state).__name__, "a TorchState", "state=TorchState(model, optimizer, ...)")
+        recovery: Recovery = asked or ("restart" if state.devices() else "auto")  # in place has not run on accelerators
         config = GaspConfig.resolve(dir, **given)
         other = cls._now() if cls._now is not None else None
         if other is not None and not other._closed:
