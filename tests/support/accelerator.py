@@ -13,7 +13,7 @@ Work = Callable[[], bool]
 """Does it if it can be done now; returns whether it is done."""
 
 
-class Stream:
+class Queue:
     """Does what it is given in order, and nothing behind what is not done."""
 
     def __init__(self, name: str) -> None:
@@ -39,10 +39,10 @@ class Event:
     """Done once the stream has come to where it was recorded."""
 
     def __init__(self) -> None:
-        self._stream: Stream | None = None
+        self._stream: Queue | None = None
         self._number = self._done = 0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Queue) -> None:
         """At the end of what the stream has been given."""
         self._stream, self._number = stream, self._number + 1
         number = self._number
@@ -66,18 +66,19 @@ class Accelerator:
     Event, capturing = Event, False
 
     def __init__(self) -> None:
-        self.training, self.made = Stream("the training thread's stream"), list[Stream]()
+        self.training, self.made = Queue("the training thread's stream"), list[Queue]()
         self._current = threading.local()
 
-    def Stream(self, device: torch.device) -> Stream:
+    def Stream(self, device: torch.device) -> Queue:
         """A new one."""
-        self.made.append(Stream(f"stream {len(self.made)} of {device}"))
+        self.made.append(Queue(f"stream {len(self.made)} of {device}"))
         return self.made[-1]
 
-    def current_stream(self, device: torch.device | None = None) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> Queue:
         """Of the calling thread."""
         assert not self.capturing
-        return getattr(self._current, "stream", self.training)
+        found: Queue = getattr(self._current, "stream", self.training)
+        return found
 
     def is_current_stream_capturing(self) -> bool:
         """As `torch.cuda`'s."""

@@ -14,6 +14,7 @@ from lastgasp.gasp.again import Again
 from lastgasp.ports import SaveResult, StateSource
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
+from lastgasp.pytorch.queued import QueuedWork
 from lastgasp.replicas import Digests
 
 
@@ -78,6 +79,7 @@ class RecorderOfMemory:
 
     def __init__(self, step: int, own: bytes | None) -> None:
         self._step, self._own = step, own
+        self.queued = QueuedWork(())  # what is held has left the device
 
     def read(self, step: int) -> bytes | None:
         """As `AuxRecorder.read`."""
