@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,18 @@ from support.accelerator import Accelerator
 DEVICE = torch.device("cuda:3")
 
 
+def session_of(status: RankStatus, backend: str = "embedded") -> Any:
+    """What of a session is used."""
+    return SimpleNamespace(before_update=status.before_update, status=status, backend=SimpleNamespace(backend=backend))
+
+
 class Training:
     """One rank's, whose gradients come from a peer."""
 
     def __init__(self) -> None:
         self.module, self.status, self.peer = Accelerator(), RankStatus(), threading.Event()
         self.work = QueuedWork([DEVICE], self.module)
-        self.opens = self.work.gate(self.status.before_update, self.status)
+        self.opens = self.work.gate(session_of(self.status))
         self.weights = 0
         self.peer.set()
 
@@ -140,10 +147,15 @@ def test_while_a_graph_is_captured_no_event_is_asked_for() -> None:
 @pytest.mark.parametrize("devices", [[], [torch.device("cpu")], [torch.device("meta")]])
 def test_without_an_accelerator_it_is_the_gate_itself(devices: list[torch.device]) -> None:
     status, work = RankStatus(), QueuedWork(devices)
-    assert work.gate(status.before_update, status) == status.before_update
+    assert work.gate(session_of(status)) == status.before_update
     work.mark()
     with work.reading():
         pass
+
+
+def test_where_mindio_leads_it_stops_the_device_itself() -> None:
+    status, work = RankStatus(), QueuedWork([DEVICE], Accelerator())
+    assert work.gate(session_of(status, "mindio")) == status.before_update
 
 
 def test_a_kind_of_device_without_streams_is_left_alone() -> None:

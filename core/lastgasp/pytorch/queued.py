@@ -16,12 +16,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lastgasp import _clock
 from lastgasp.errors import NotSaveable
+from lastgasp.session import Session
 
 log = logging.getLogger("lastgasp")
 
@@ -29,16 +30,8 @@ LONGEST = 30.0
 """Seconds that a gasp waits for the device to end an update that it has been given."""
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """1 where torchrun sets it: all processes are ended. 0 leaves that to others."""
-_PAUSE = 20e-6
+_PAUSE, _LONG_PAUSE = 20e-6, 1e-3
 _NEEDED = ("Event", "Stream", "stream", "device", "current_stream")
-
-
-class Status(Protocol):
-    """`RankStatus`."""
-
-    @property
-    def closed(self) -> bool:
-        """An update would wait at the gate now."""
 
 
 class QueuedWork:
@@ -55,13 +48,16 @@ class QueuedWork:
         self._gradients, self._update = self._events(), self._events()
         self._marked = False
 
-    def gate(self, before_update: Callable[[], None], status: Status) -> Callable[[], None]:
-        """`before_update` for a training thread that gives its work to a device.
+    def gate(self, session: Session) -> Callable[[], None]:
+        """`session.before_update` for a training thread that gives its work to a device.
 
         It returns once all that was queued before is done, and the gate is open. An exception of the gate's passes.
+        Where another backend leads, it is `before_update` itself: that one stops the device when it wants the thread.
         """
-        if not self._devices:
+        before_update = session.before_update
+        if not self._devices or session.backend.backend != "embedded":
             return before_update
+        status = session.status
         _warn_of_watchdog(self._devices[0])
 
         def wait_then_ask() -> None:
@@ -69,11 +65,9 @@ class QueuedWork:
                 before_update()
                 return
             self._record(self._gradients)
-            while not self._done(self._gradients) and not status.closed:
-                time.sleep(_PAUSE)
+            self._wait(lambda: status.closed)
             before_update()
-            while not self._done(self._gradients):  # the gate was closed, and has opened again
-                time.sleep(_PAUSE)
+            self._wait(_never)  # the gate was closed, and has opened again
 
         return wait_then_ask
 
@@ -104,6 +98,12 @@ class QueuedWork:
             for stream in own:
                 stream.synchronize()
 
+    def _wait(self, ends: Callable[[], bool]) -> None:
+        pause = _PAUSE
+        while not self._done(self._gradients) and not ends():
+            time.sleep(pause)
+            pause = min(pause * 1.02, _LONG_PAUSE)
+
     def _events(self) -> list[Any]:
         return [self._module.Event() for _ in self._devices]
 
@@ -117,6 +117,10 @@ class QueuedWork:
     def _capturing(self) -> bool:
         asked = getattr(self._module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
+
+
+def _never() -> bool:
+    return False
 
 
 def _warn_of_watchdog(device: torch.device) -> None:

@@ -194,7 +194,7 @@ class LightningRun(Training):
 
     def _hook(self) -> None:
         self.state.install()
-        self.state.gate = self.state.recorder.queued.gate(self.session.before_update, self.session.status)
+        self.state.gate = self.state.recorder.queued.gate(self.session)
         self.logs.install()
 
     def begin(self) -> None:

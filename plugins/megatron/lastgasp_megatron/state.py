@@ -71,7 +71,7 @@ class MegatronState:
         self.steps = Steps(
             built,
             capture=self._random.capture,
-            before_update=self._device.gate(session.before_update, session.status),
+            before_update=self._device.gate(session),
             step_completed=self._completed,
             keep=self._keep,
         )

@@ -66,7 +66,7 @@ class Training(adapter.Training):
         self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
         self.state.require_supported(place.world_size)
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
-        self._gate = self.recorder.queued.gate(session.before_update, session.status)
+        self._gate = self.recorder.queued.gate(session)
         self._buckets = shared.BucketLayouts(self.state)
         self._unsaved = unsaved_of(trainer)
         self._unsaved_data, self._optimizers = shared.UnsavedData(), shared.UnsavedOptimizers([self._optimizer])

@@ -146,7 +146,7 @@ class Run:
     def _start(self) -> None:
         state, life = self.state, self.life
         self._begin_with()
-        self._gate = self.recorder.queued.gate(self.engine.before_update, self.engine.status)
+        self._gate = self.recorder.queued.gate(self.engine)
         if self.shards is not None:
             self.shards.started()
         # MindIO counts updates itself, so that a step cannot be left between its updates.
