@@ -53,6 +53,21 @@ def test_what_onrequestexit_has_left_is_not_loaded_over_a_resume(tmp_path: Path)
     assert "net_train.ckpt over step 6" in finished.output
 
 
+def test_mindformers_log_in_a_script_does_not_hide_what_can_be_resumed(tmp_path: Path) -> None:
+    assert run(tmp_path, "logs", "raises").returncode != 0
+    finished = run(tmp_path, "logs")
+    assert finished.returncode == 0, finished.output
+    assert job(tmp_path, "logs").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8]], finished.output
+
+
+def test_where_checkpointmonitor_in_a_script_is_not_resumed_is_said(tmp_path: Path) -> None:
+    broken = run(tmp_path, "monitored", "raises")
+    assert broken.returncode != 0 and "from scratch beside" not in broken.output, broken.output
+    finished = run(tmp_path, "monitored")
+    assert finished.returncode == 0, finished.output
+    assert "training begins from scratch beside 2 checkpoints" in finished.output, finished.output
+
+
 def test_exported_weights_are_no_checkpoints_of_the_training(tmp_path: Path) -> None:
     assert run(tmp_path, "exports", "kill").returncode != 0, "nothing but an export is there"
     assert run(tmp_path, "exports", "early").returncode != 0, "a save after a fault"

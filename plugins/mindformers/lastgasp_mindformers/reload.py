@@ -67,6 +67,7 @@ class MindFormersSelector:
     Attributes:
         resumed: completed updates of the checkpoint that was chosen; None where none was.
         aux: this rank's auxiliary state in it; empty where there is none.
+        steered: whether MindFormers' own Trainer was told what to load; else nobody has loaded for lastgasp.
         apart: files that are no checkpoints of this training, as `CheckpointCatalog.apart`.
     """
 
@@ -84,6 +85,7 @@ class MindFormersSelector:
         self._unfit = Unfit(options.gasp.directory, place, gather)
         self.resumed: int | None = None
         self.aux = b""
+        self.steered = False
         self.present: frozenset[str] | None = None
         self.apart: set[tuple[str, str]] = set()
 
@@ -101,6 +103,7 @@ class MindFormersSelector:
             ConfigError: the one that was asked for is not there.
             NothingLoads: the attempts before this one could load none.
         """
+        self.steered = True
         request = resume_request_of(config, arguments)
         given = request.load is not None and holds_others(request.load)
         chosen = self._select(self._policy(self._places(request), named=asked_by(request), given=given))

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore
 
 from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, ManifestWriter, Options, Released, is_success
-from lastgasp.adapter.mindspore import FORMAT, LEGACY, PLAIN
+from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN
 from lastgasp_mindformers import begun, later
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later
@@ -21,7 +21,7 @@ from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.monitors import is_monitor, searched
-from lastgasp_mindformers.native import monitor_of, native_of
+from lastgasp_mindformers.native import Iterations, monitor_of, native_of
 from lastgasp_mindformers.plain import load
 from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
@@ -45,6 +45,11 @@ _home: Path | None = None
 ONLY_FIRST = (
     "this process has trained before: lastgasp protects only its first training. If this one saves "
     "iteration_* directories, give it a directory of its own: the next start would take them for the first one's"
+)
+
+_NOT_RESUMED = (
+    "outside of MindFormers' Trainer lastgasp resumes no training with a CheckpointMonitor. Load in the script and "
+    "give CheckpointMonitor its append_info, or use MindSpore's ModelCheckpoint"
 )
 
 
@@ -143,13 +148,15 @@ class Run:
             return arguments
         network = model.train_network
         self._native = native_of(network, others, self.options.gasp.directory, self.place.world_size)
-        if not _is_mindformers(others):
+        if self.selector.steered:
+            self._aux = self.selector.aux
+        elif monitor_of(others) is not None:
+            self._tell_of_what_is_not_loaded()
+        else:
             self._dataset = arguments["train_dataset"]
             own_count = arguments.get("initial_epoch")
             arguments, self._aux = load(self.selector, network, arguments, self._searched(others))
             self._epochs = int(arguments["initial_epoch"]) if own_count else 0
-        else:
-            self._aux = self.selector.aux
         self._bind(network)
         if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
             log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])
@@ -166,6 +173,14 @@ class Run:
         if not any(folder == home for folder, _ in found):
             own.append((home, PLAIN))
         return [*own, *found]
+
+    def _tell_of_what_is_not_loaded(self) -> None:
+        """CheckpointMonitor without MindFormers' Trainer: its count begins where the script says, or at 0."""
+        layout = ITERATIONS if isinstance(self._native, Iterations) else LEGACY
+        if not self._native.completed_before and (there := list(layout.discover(self._native.directory))):
+            where = f"{len(there)} checkpoints in {self._native.directory}"
+            log.error("%s", said := f"training begins from scratch beside {where}: {_NOT_RESUMED}")
+            self.session.note(said)
 
     def _bind(self, network: Any) -> None:
         readable = mindspore.get_context("device_target") == "CPU"
@@ -195,7 +210,7 @@ class Run:
         self.life.bind(self)
 
     def others_load(self, params: Any) -> None:
-        """Before the other callbacks where training or an evaluation begins: one may load over what was resumed from."""
+        """Before the other callbacks where training or evaluation begins: one may load over what was resumed from."""
         if self.selector.resumed is not None:
             for file in self._exit_files.hide(params.list_callback):
                 step = self.selector.resumed
@@ -373,11 +388,6 @@ def _made(options: Options) -> LastGasp:
     super(LastGasp, callback).__init__()
     callback.options, callback.run = options, None
     return callback
-
-
-def _is_mindformers(callbacks: list[Any]) -> bool:
-    """MindFormers loads and skips data itself, and its own trainer was called with what the selector decided."""
-    return any(type(callback).__module__.startswith("mindformers.") for callback in callbacks)
 
 
 def _epoch(params: Any, done: int) -> int:

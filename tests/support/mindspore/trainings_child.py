@@ -83,6 +83,24 @@ def leaves(folder: Path, fails: str) -> None:
         raise AssertionError(stops.train_name)
 
 
+def logs(folder: Path, fails: str) -> None:
+    """A callback of MindFormers' in a script without its Trainer."""
+    from mindformers.core.callback import MFLossMonitor
+
+    model, dataset, _ = made()
+    callbacks = [Losses(), MFLossMonitor(origin_epochs=2, dataset_size=SIZE), *([Fails(6)] if fails else [])]
+    model.train(2, dataset, callbacks=[*callbacks, LastGasp(str(folder / "ckpts"))])
+
+
+def monitored(folder: Path, fails: str) -> None:
+    """MindFormers' CheckpointMonitor in a script without its Trainer."""
+    from mindformers.core.callback import CheckpointMonitor
+
+    model, dataset, _ = made()
+    saves = CheckpointMonitor(prefix="net", directory=str(folder / "ckpts"), save_checkpoint_steps=4)
+    model.train(2, dataset, callbacks=[Losses(), saves, *([Fails(6)] if fails else []), LastGasp(str(folder / "own"))])
+
+
 def exports(folder: Path, fails: str) -> None:
     """Weights alone, every third step, into the directory of LastGasp."""
     model, dataset, net = made()
