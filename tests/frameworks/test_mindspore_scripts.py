@@ -53,6 +53,14 @@ def test_what_onrequestexit_has_left_is_not_loaded_over_a_resume(tmp_path: Path)
     assert "net_train.ckpt over step 6" in finished.output
 
 
+def test_behind_a_resume_others_read_all_of_the_training_data(tmp_path: Path) -> None:
+    assert run(tmp_path, "reads", "raises").returncode != 0
+    finished = run(tmp_path, "reads")
+    assert finished.returncode == 0, finished.output
+    assert job(tmp_path, "reads").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], finished.output
+    assert finished.output.count("read 4") == 2
+
+
 def test_mindformers_log_in_a_script_does_not_hide_what_can_be_resumed(tmp_path: Path) -> None:
     assert run(tmp_path, "logs", "raises").returncode != 0
     finished = run(tmp_path, "logs")

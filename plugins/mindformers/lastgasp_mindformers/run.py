@@ -161,7 +161,7 @@ class Run:
         if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
             log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])
             if self._dataset is not None:
-                self._dataset.set_init_step(0)  # as `trained`
+                self._dataset.set_init_step(0)  # as `step_begin`
             return None
         return arguments
 
@@ -278,6 +278,9 @@ class Run:
         Raises:
             Released: a recovery took place.
         """
+        if self._dataset is not None:
+            self._dataset.set_init_step(0)  # the loop has its iterator: any other reader gets all of the data
+            self._dataset = None
         if self.state is None:
             return
         coming = self._numbers(params)
@@ -328,8 +331,6 @@ class Run:
 
     def trained(self) -> None:
         """The last step is done."""
-        if self._dataset is not None:
-            self._dataset.set_init_step(0)  # the next reader gets all of it
         if self.state is not None:
             self.state.stop_if_taken(self._saves)
             self.manifests.step_end(self.state.numbers.step, last=True)

@@ -101,6 +101,22 @@ def monitored(folder: Path, fails: str) -> None:
     model.train(2, dataset, callbacks=[Losses(), saves, *([Fails(6)] if fails else []), LastGasp(str(folder / "own"))])
 
 
+class Reads(Callback):  # type: ignore[misc]
+    """Goes through the training data behind each epoch."""
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        """As `model.eval` would."""
+        dataset = run_context.original_args().train_dataset
+        print("read", sum(1 for _ in dataset.create_tuple_iterator(num_epochs=1)), flush=True)
+
+
+def reads(folder: Path, fails: str) -> None:
+    """The training set is evaluated, too."""
+    model, dataset, _ = made()
+    more = [Fails(6)] if fails else []
+    model.train(3, dataset, callbacks=[Losses(), Reads(), *more, LastGasp(str(folder / "ckpts"))])
+
+
 def exports(folder: Path, fails: str) -> None:
     """Weights alone, every third step, into the directory of LastGasp."""
     model, dataset, net = made()
