@@ -16,11 +16,12 @@ from torch import nn
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError
+from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, Since, decode_aux
 from lastgasp.pytorch.loop.copies import Copies
 from lastgasp.pytorch.loop.files import LAYOUT, gasp_path
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, position_only
-from lastgasp.pytorch.loop.record import aux_of, buffers_of, notes_on, record_of
+from lastgasp.pytorch.loop.record import KEY, aux_of, buffers_of, notes_on, record_of
 from lastgasp.pytorch.staged import contribute, with_added
 from lastgasp.topology import Place
 
@@ -115,6 +116,45 @@ def test_a_sparse_buffer_is_kept_in_this_process() -> None:
         assert torch.equal(kept, module.graph.to_dense()) and "graph" not in decode_aux(recorder.read(3) or b"").buffers
     finally:
         recorder.close()
+
+
+def with_a_graph(value: float) -> nn.Module:
+    """A buffer that no other process can read, as those on an accelerator, and one that others can."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("mean", torch.sparse_coo_tensor([[0]], [value], (2,)))
+    module.register_buffer("host", torch.tensor([value]))
+    return module
+
+
+def test_it_is_noted_whose_buffers_no_other_process_can_read() -> None:
+    zero, one = AuxRecorder((), with_a_graph(0.5)), AuxRecorder((), with_a_graph(-7.0), host_buffers=False)
+    with contextlib.closing(zero), contextlib.closing(one):
+        for recorder in (zero, one):
+            recorder.capture(7, settled=True)
+        aux_states = {0: aux(zero), 1: aux(one)}
+        found = buffers_of(7, aux_states, one, [0, 1])
+        assert found["host"].tolist() == [0.5] and found["mean"].to_dense().tolist() == [-7.0, 0.0]
+        note = one.note_on_buffers(aux_states, 1, [0])
+        assert "(mean)" in note and "rank 1," in note and "ranks [0]" in note
+        assert not zero.note_on_buffers(aux_states, 0, [0]) and zero.note_on_buffers(aux_states, 0, [0, 1])
+        assert not one.note_on_buffers({1: aux_states[1]}, 1, [0])  # all of rank 0's is lost, which has its own note
+        assert not decode_aux(aux_states[1]).buffers
+
+
+def test_a_survivor_notes_that_rank_0s_buffers_died_with_its_device(tmp_path: Path) -> None:
+    model = with_a_graph(-7.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session.open(tmp_path, state=TorchState(model, optimizer)) as s:
+        for _ in s.batches([1]):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+        run = s._run
+        assert not run.dump(1, {})[KEY]["notes"]
+        place, own = run.place, run.recorder.read(1)
+        run.place, run.rank = replace(place, rank=1, world_size=2), 1
+        [note] = run.dump(1, {0: own})[KEY]["notes"]
+        run.place, run.rank = place, 0
+    assert "those of rank 1" in note
 
 
 def test_a_position_without_random_state() -> None:

@@ -7,7 +7,7 @@ optimizer) is read live at the gasp.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,8 +61,9 @@ class AuxRecorder:
 
     Args:
         devices: accelerators of this rank; their generators are captured too.
-        module: whose persistent buffers are captured; None on a rank whose buffers do not count.
+        module: whose persistent buffers are captured.
         extra_room: bytes reserved for `extra`; the box grows when it is not enough.
+        host_buffers: False on a rank whose buffers do not count: those on an accelerator alone are kept, on it.
 
     Set `extra` to a new bytes object whenever it changes; the same object is written once per slot. `tail` follows it
     in the record and is for the part that changes at each step, so that the rest need not be written again.
@@ -72,11 +73,16 @@ class AuxRecorder:
     """
 
     def __init__(
-        self, devices: Sequence[torch.device] = (), module: nn.Module | None = None, extra_room: int = _EXTRA_ROOM
+        self,
+        devices: Sequence[torch.device] = (),
+        module: nn.Module | None = None,
+        extra_room: int = _EXTRA_ROOM,
+        *,
+        host_buffers: bool = True,
     ) -> None:
         self.extra = self.tail = b""
         self.queued = QueuedWork(devices)
-        self.buffers = BufferRecorder(module)
+        self.buffers = BufferRecorder(module, host_buffers)
         self._rng = rng.RngRecorder(devices)
         self._room = extra_room
         self.buffer, self._before = CrashSafeBuffer(self._needed()), 0
@@ -164,6 +170,19 @@ class AuxRecorder:
     def snapshot_rng(self) -> bytes:
         """The random state as it stands, as `rng.decode` reads it. For rare moments."""
         return self._rng.snapshot()
+
+    def note_on_buffers(self, aux_states: Mapping[int, bytes], rank: int, counted: Iterable[int]) -> str:
+        """What of the ranks' buffers is that of the saver; empty if nothing is.
+
+        Args:
+            aux_states: of whom the rest is known; rank: that saves; counted: the ranks whose buffers count.
+        """
+        away, lost = self.buffers.away, [one for one in counted if one != rank and one in aux_states]
+        if not away or not lost:
+            return ""
+        names = ", ".join(away[:3]) + (", ..." if len(away) > 3 else "")
+        return (f"buffers that are not in host memory ({names}) are those of rank {rank}, because it cannot read those "
+                f"of ranks {lost}: a resume may not be bit-equal")  # fmt: skip
 
     def close(self) -> None:
         """Close the crash-safe buffer; from then on nothing is captured. Idempotent.

@@ -49,25 +49,32 @@ class BufferRecorder:
 
     Args:
         module: whose buffers; None records none.
+        host: also those in host memory; where another rank's count, a survivor still needs its own shadows.
+
+    Attributes:
+        away: names of those that only this process can read.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module | None, host: bool = True) -> None:
+        self._module, self._host = module, host
         self._slots: list[_BufferSlot] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Lay the buffers out anew, after one changed its shape, type or device."""
         found = dict(persistent_buffers(self._module)) if self._module is not None else {}
+        if not self._host:
+            found = {name: at for name, at in found.items() if not _in_host_memory(at[0][at[1]])}
         self._where = list(found.values())
         tensors = self._live()
         self.names = list(found)
         self.table: list[list[Any]] = []
         self.size = 0
         for name, tensor in zip(found, tensors, strict=True):
-            if tensor.device.type == "cpu" and _is_strided(tensor):
+            if _in_host_memory(tensor):
                 self.table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.size])
                 self.size += -(-_nbytes(tensor) // _ALIGNED) * _ALIGNED
+        self.away = [name for name, t in zip(found, tensors, strict=True) if not _in_host_memory(t)]
         self._objects = tensors
         self._shape = [(t.shape, t.dtype, t.device, t.layout) for t in tensors]
         self._slots = []
@@ -118,7 +125,7 @@ class BufferRecorder:
             return {}
         newest = max(slots, key=lambda s: s.order)
         rows = zip(self.names, newest.targets, strict=True)
-        return {name: t for name, t in rows if t.device.type != "cpu" or not _is_strided(t)}
+        return {name: t for name, t in rows if not _in_host_memory(t)}
 
 
 class _BufferSlot:
@@ -266,6 +273,10 @@ def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _always(tensor: Tensor) -> int:
     return _ALWAYS if tensor.device.type == "cpu" else _ALWAYS_ON_DEVICE
+
+
+def _in_host_memory(tensor: Any) -> bool:
+    return bool(tensor.device.type == "cpu" and _is_strided(tensor))
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lastgasp.adapter import NotSaveable
-from lastgasp.adapter.torch import AuxRecorder, BucketLayout, decode_aux, digests_of, without_buffers
+from lastgasp.adapter.torch import AuxRecorder, BucketLayout, buffers_of, decode_aux, digests_of, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
 from lastgasp_lightning.boundary_form import patch_groups, saved_steps, set_batch_progress
@@ -115,7 +115,7 @@ class LightningState:
         self._later = self.shards is not None and is_overridden("on_train_batch_end", module)
         self._accumulators = OwnAccumulators(trainer)
         self._holder = with_averages(trainer)
-        self._recorder = AuxRecorder(self._devices(), self._holder if self._owns_buffers() else None)
+        self._recorder = AuxRecorder(self._devices(), self._holder, host_buffers=self._owns_buffers())
         self.watch.install(trainer)
         epoch = trainer.fit_loop.epoch_loop
         self._steps, self._batches = steps_of(epoch, self.watch.automatic), vars(epoch.batch_progress.current)
@@ -303,9 +303,7 @@ class LightningState:
         if self.require(step) is not snapshot:
             raise NotSaveable(f"step {step} ended while it was being dumped")
         own = self.recorder.read(step)
-        aux_states = dict(aux or {})
-        if own is not None:
-            aux_states.setdefault(self._trainer.global_rank, own)
+        aux_states = ({} if own is None else {self._trainer.global_rank: own}) | dict(aux or {})
         checkpoint[KEY] = self.at_boundary(checkpoint, snapshot, aux_states)
         return checkpoint
 
@@ -419,17 +417,17 @@ class LightningState:
         }
 
     def _buffers(self, step: int, aux_states: dict[int, bytes]) -> dict[str, torch.Tensor]:
-        found = dict(self.recorder.buffers.on_device(step))
-        data = aux_states.get(self.buffer_rank)
-        if data is not None:
-            found.update(decode_aux(data).buffers)
-        elif not found and self.buffer_rank != self._trainer.global_rank:
+        rank, size = self._trainer.global_rank, self._trainer.world_size
+        if self.buffer_rank not in aux_states and self.buffer_rank != rank:
             self._note(f"buffers are this rank's, because those of rank {self.buffer_rank} were lost")
-        return found
+        counted = range(size) if self.per_rank_buffers else [self.buffer_rank]
+        self._note(self.recorder.note_on_buffers(aux_states, rank, counted))
+        return buffers_of(step, aux_states, self.recorder, [self.buffer_rank])
 
     def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self.say(text)
+        if text and text not in self.notes:  # said again with each checkpoint of the fit
+            self.notes.append(text)
+            self.say(text)
 
     def _patch(self, checkpoint: dict[str, Any], record: dict[str, Any], snapshot: Snapshot) -> None:
         """Bring the live dump to the boundary, as Lightning would have saved it in on_train_batch_end."""

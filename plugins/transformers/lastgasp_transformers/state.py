@@ -181,7 +181,7 @@ class Training(adapter.Training):
             "buckets": self._buckets.layouts,
             "flags": self.state.flags.record(boundary["torch"].flags),
             "as_set": self.state.as_set.values,
-            "not_saved": "; ".join(self._missing()),
+            "not_saved": "; ".join(filter(None, (self._of_others(aux), *self._missing()))),
         }
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
@@ -196,13 +196,18 @@ class Training(adapter.Training):
             aux = {**aux, rank: own}
         tensors = shared.buffers_of(step, aux, self.recorder, [rank]) | self._moving.held(step)
         dump = self.state.dump(boundary["torch"], tensors, None)
-        for missing in filter(None, (self._moving.missing(step), *self._missing())):
+        for missing in filter(None, (self._moving.missing(step), self._of_others(aux), *self._missing())):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
         write_checkpoint(staged, self.trainer, dump, self.record(aux) | {"not_saved": ""},
                          boundary["state"] | {"stateful_callbacks": callbacks})  # fmt: skip
         if self._require(step) is not boundary:
             raise NotSaveable(f"step {step} ended while it was being written")
+
+    def _of_others(self, aux: Mapping[int, bytes]) -> str:
+        rank, size = self._place.rank, self._place.world_size
+        counted = range(size) if self.state.per_rank_buffers(size) else [0]
+        return self.recorder.note_on_buffers(aux, rank, counted)
 
     def _missing(self) -> list[str]:
         found = self._unsaved.note(), self._unsaved_data.note(), self._optimizers.note()

@@ -27,7 +27,10 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         notes.append(f"the ranks did not hold the same when they were compared; this is what rank {run.rank} held")
     if run.buffer_rank not in aux_states and any(True for _ in run.state.container.buffers()):
         notes.append(f"buffers are those of rank {run.rank}, because those of rank {run.buffer_rank} were lost")
-    missing = run.state.extra_states.missing(snapshot.modules), run.moving.missing(step)
+    size = run.place.world_size
+    counted = range(size) if run.state.per_rank_buffers(size) else [run.buffer_rank]
+    of_others = run.recorder.note_on_buffers(aux_states, run.rank, counted)
+    missing = run.state.extra_states.missing(snapshot.modules), run.moving.missing(step), of_others
     notes += [*filter(None, missing), *run.not_saved.notes()]
     notes += notes_on(aux_states, run.place, seeded=run.state.elastic is not None)
     checkpoint: dict[str, Any] = run.state.dump(snapshot, tensors, run.update.copies if has_copy else None)

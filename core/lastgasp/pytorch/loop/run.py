@@ -91,7 +91,7 @@ class Run:
         # DDP broadcasts rank 0's in the next forward pass; until then an evaluation sees each rank's own.
         self.per_rank = own or state.buffer_bytes() * self.place.world_size <= BUFFERS_OF_ALL
         self.buffer_rank = self.rank if own else 0
-        owner = state.container if self.per_rank or self.buffer_rank == self.rank else None
+        counts = self.per_rank or self.buffer_rank == self.rank
         self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
         self.schedules = ScheduleWatch(state.schedulers.values())
         self.buckets = Buckets(state)
@@ -105,7 +105,7 @@ class Run:
             name=f"pytorch {torch.__version__}", kind_of=kind_of, device=local(self.place)[0], versions=versions()
         )
         writer = ManifestWriter(state.layout.FORMAT, self.place, lambda: self.fit)
-        self.recorder = AuxRecorder(state.devices(), owner)
+        self.recorder = AuxRecorder(state.devices(), state.container, host_buffers=counts)
         make = partial(AdapterRun, framework, config, marks)
         try:
             self.life = held.life if held and held.life else make(self.place, connect(self.place))
