@@ -832,3 +832,25 @@ def test_a_buffer_that_is_made_before_training_is_the_scripts_own(made: bool, tm
                     backward(model(batch).sum())
                     step(session, state)
     assert session.step == 4
+
+
+@pytest.mark.parametrize("how", ["by hand", "told", "accumulated", "weights swapped"])
+def test_parameters_that_change_without_an_update_are_noted(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by the replay of a CUDA graph, which calls nothing in Python and counts in no `_version`."""
+    state = tiny()
+    with Session.open(tmp_path, state=state) as session:
+        for number, x in enumerate(session.batches(torch.randn(260, 2, 4))):
+            [model], [optimizer] = state.models.values(), state.optimizers.values()
+            if how == "told":
+                session.updating()
+            if how in ("by hand", "told") or number == 150:
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.99)
+            if how == "accumulated":
+                backward(model(x).sum())
+                if number == 230:
+                    optimizer.step()
+    assert session.step == {"told": 260, "accumulated": 1}.get(how, 0)
+    assert caplog.text.count("a CUDA graph of the whole step") == (how == "by hand")

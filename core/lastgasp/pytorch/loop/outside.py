@@ -6,13 +6,15 @@ of. Checkpoints would lack it, or hold one rank's, and nobody would know.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -26,6 +28,10 @@ log = logging.getLogger("lastgasp")
 
 _STEPS = 3
 """Steps in which an optimizer of other parameters is seen, before it counts as a part of the training."""
+_QUIET, _APART, _CHANGES = 100, 20, 5
+"""Batches without an update before parameters are looked at, batches between two looks, and changes in a row."""
+_TENSORS, _VALUES = 8, 64
+"""How many parameters are looked at, and about how many values of each."""
 
 
 @dataclass
@@ -162,6 +168,51 @@ class Unreduced:
         elif frozen != self._before:
             self._before = frozen
             self._missing = sum(map(_unreduced, self._models))
+
+
+class UnseenUpdates:
+    """Parameters that change without a call of `optimizer.step` in Python, as by a CUDA graph: no step is ever seen.
+
+    A few values are compared, since a graph does not count in `_version`; more than one change in a row, since an
+    evaluation may put other weights into the model once.
+
+    Args:
+        state: the user's; note: reports what people must know (`Session.note`).
+    """
+
+    def __init__(self, state: TorchState, note: Callable[[str], object]) -> None:
+        self._state, self._note = state, note
+        self._step, self._batches, self._changes = -1, 0, 0
+        self._values: list[Tensor] = []
+
+    def no_update(self, step: int) -> None:
+        """A batch was used without an update; `step`: completed ones."""
+        if step != self._step:
+            self._step, self._batches, self._changes, self._values = step, 0, 0, []
+        self._batches += 1
+        if self._batches >= _QUIET and not self._batches % _APART and self._changes < _CHANGES:
+            with contextlib.suppress(RuntimeError):  # a device was changed; one cannot be read
+                self._look()
+
+    def _look(self) -> None:
+        before, self._values = self._values, [one.clone() for one in self._some()]
+        if len(before) != len(self._values):
+            return
+        same = all(map(torch.equal, before, self._values))
+        self._changes = 0 if same else self._changes + 1
+        if self._changes == _CHANGES:
+            self._note("parameters change, and no optimizer of the TorchState makes an update (a CUDA graph of the "
+                       "whole step?): no step is counted or saved from here on. Call s.updating() before they change, "
+                       "as before g.replay()")  # fmt: skip
+
+    def _some(self) -> Iterator[Tensor]:
+        if self._state.sharded:
+            return
+        trained = [p for one in self._state.optimizers.values() for p in _parameters(one) if p.requires_grad]
+        for parameter in trained[:: max(1, len(trained) // _TENSORS)]:
+            if type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous():
+                flat = parameter.detach().view(-1)
+                yield flat[:: max(1, flat.numel() // _VALUES)]
 
 
 def _unreduced(model: DistributedDataParallel) -> int:

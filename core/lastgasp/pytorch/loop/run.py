@@ -35,7 +35,7 @@ from lastgasp.pytorch.loop.inexact import LATE, Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
-from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, require_held
+from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, UnseenUpdates, require_held
 from lastgasp.pytorch.loop.periodic import Joined, Periodic
 from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
@@ -156,6 +156,7 @@ class Run:
         self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
+        self._unseen = UnseenUpdates(state, self.engine.note)
         self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
         self.not_saved = NotSaved(state, self._again_here.kept)
         self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
@@ -272,6 +273,8 @@ class Run:
         if self.update.in_progress:
             faults.fire_at("step_end", self.step)
             self.complete(self.step + 1)
+        else:
+            self._unseen.no_update(self.step)
 
     def complete(self, step: int) -> None:
         """`step` is complete: capture it; write a checkpoint if one is due."""
