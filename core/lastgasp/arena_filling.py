@@ -97,13 +97,18 @@ class Filling:
         self._steps: list[float] = []
         self._began = _clock.monotonic()
 
-    def fill(self, step: int, pieces: Callable[[], Sequence[bytes | memoryview]]) -> None:
+    def fill(
+        self, step: int, pieces: Callable[[], Sequence[bytes | memoryview]], settle: Callable[[], None] | None = None
+    ) -> None:
         """Copy the state of `step`, if it is one of those that are copied. Never raises: training goes on without.
 
         Args:
-            pieces: returns the payload.
+            pieces: returns the payload; settle: waits for what the step itself has queued on a device, which is no
+                part of the copy's time.
         """
         self._fills += 1
+        if self._choosing and settle is not None:
+            settle()
         began = _clock.monotonic()
         try:
             if self.every and step % self.every == 0:

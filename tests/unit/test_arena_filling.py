@@ -132,3 +132,31 @@ def test_which_steps_go_to_a_partner_host(
 )
 def test_what_would_be_lost_with_a_host(others: str, replicas: ReplicaGroups, buddy: BuddyMode, lost: bool) -> None:
     assert lost_with_a_host(replicas, Ranks(other=others).gather, buddy) == lost
+
+
+@pytest.mark.parametrize("each_step", [True, False])
+def test_the_steps_own_work_on_a_device_is_no_part_of_its_copy(
+    each_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host queues a step in 4 ms, the device makes it in 100, and a copy takes 2 more."""
+    now = [0.0, 0.0]  # of the host, and when the device will be done
+    monkeypatch.setattr(_clock, "monotonic", lambda: now[0])
+    own, ranks = Arena(), Ranks(slow="0")
+
+    def settle() -> None:
+        now[0] = max(now)
+
+    def payload() -> list[bytes]:
+        settle()
+        now[0] += 0.002
+        return [b"state"]
+
+    filling = ranks.filling(own, "auto")
+    for step in range(1, LAST + 1):
+        now[0] += 0.004
+        now[1] = max(now) + 0.1
+        if each_step:  # as by loss.item()
+            settle()
+        filling.fill(step, payload, settle)
+    assert filling.every == 2
+    own.close()

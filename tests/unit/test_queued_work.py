@@ -166,3 +166,15 @@ def test_torch_still_has_what_is_used() -> None:
     """As far as it can be seen without a device."""
     for module in (torch.cuda, torch.xpu):
         assert all(hasattr(module, name) for name in queued_module._NEEDED)
+
+
+def test_what_was_queued_is_waited_for() -> None:
+    training = Training()
+    training.step()
+    done = [False]
+    training.module.training.give(lambda: done[0])
+    with pytest.raises(AssertionError, match="would wait for ever"):
+        training.work.settle()
+    done[0] = True
+    training.work.settle()
+    QueuedWork([]).settle()

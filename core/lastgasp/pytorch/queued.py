@@ -77,6 +77,11 @@ class QueuedWork:
             self._record(self._update)
             self._marked = True
 
+    def settle(self) -> None:
+        """Wait for all that the training thread has queued; to be called where a copy to the host would wait for it."""
+        for device in self._devices:
+            self._module.current_stream(device).synchronize()
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Run the block behind the mark, and not behind any later work of the training thread. On any thread.

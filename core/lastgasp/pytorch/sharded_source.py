@@ -220,7 +220,7 @@ class ShardedSource(ShardedSaves):
     def fill(self, step: int) -> None:
         """Copy the parts into the arena, with the auxiliary state that was just captured. Never raises."""
         if self._filling is not None:
-            self._filling.fill(step, lambda: self._payload(step))
+            self._filling.fill(step, lambda: self._payload(step), self.recorder.queued.settle)
 
     def _payload(self, step: int) -> list[bytes | memoryview]:
         if self._cannot:

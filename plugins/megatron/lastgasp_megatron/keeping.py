@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lastgasp.adapter import Place, Session
 from lastgasp.adapter.arenas import Arena, ArenaMode, Filling, buddy_of, lost_with_a_host
 from lastgasp_megatron.source import MegatronSource
@@ -14,11 +16,18 @@ class Keeping:
     Nothing is copied before the first step has ended, behind which the optimizer's state was looked at.
 
     Args:
-        source: says what there is to copy; mode: which steps are copied.
+        source: says what there is to copy; mode: which steps are copied; settle: waits for the device.
     """
 
-    def __init__(self, source: MegatronSource, mode: ArenaMode, place: Place, session: Session) -> None:
-        self._source, self._open = source, False
+    def __init__(
+        self,
+        source: MegatronSource,
+        mode: ArenaMode,
+        place: Place,
+        session: Session,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        self._source, self._open, self._settle = source, False, settle
         source.arena = arena = Arena()
         self._filling = Filling(arena, mode, session.gather, session.note, place.rank, buddy=buddy_of())
 
@@ -31,7 +40,7 @@ class Keeping:
     def keep(self, boundary: Boundary) -> None:
         """Copy what belongs to that step, if it is one of those that are copied. Never raises."""
         if self._open:
-            self._filling.fill(boundary.step, lambda: self._source.payload(boundary))
+            self._filling.fill(boundary.step, lambda: self._source.payload(boundary), self._settle)
 
     def forget(self) -> None:
         """What was copied cannot be saved."""

@@ -82,7 +82,7 @@ class MegatronState:
         )
         self._off = arena == 0
         wanted = arena != 0 and needs_arenas(place, session)
-        self._keeping = Keeping(self.source, arena, place, session) if wanted else None
+        self._keeping = Keeping(self.source, arena, place, session, self._device.settle) if wanted else None
         self._device.mark()
         self._device.mark_copied()
         self.steps.on_settled = self._device.mark_copied
