@@ -21,6 +21,7 @@ from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.torch import (
     WORKERS,
+    AuxRecorder,
     GaspSource,
     Unreduced,
     Unsaved,
@@ -295,6 +296,11 @@ class LightningRun(Training):
         self._again_here.forget()
 
     # -- called by the seam -------------------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> AuxRecorder:
+        """Of this rank's auxiliary state."""
+        return self.state.recorder
 
     @property
     def source(self) -> StateSource:

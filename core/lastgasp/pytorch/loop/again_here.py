@@ -48,7 +48,8 @@ class AgainHere:
 
     Args:
         run: what is entered again. Its attributes: `entry` (None or the `Entry`), `recovery`, `life`, `place`,
-            `config`, `source`, `users_handler`, `fit` (of `Held`), and `dump(step, aux)`, the checkpoint of a step.
+            `config`, `source`, `recorder`, `users_handler`, `fit` (of `Held`), and `dump(step, aux)`, the checkpoint of
+            a step.
         make: makes an `AdapterRun` like the run's, for a place and a contact.
         writer: names who writes.
         held: what the training is entered again with; None at a start.
