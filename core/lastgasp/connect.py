@@ -18,6 +18,7 @@ from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.secret import REMEDY, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import start_detached
 from lastgasp.session import Contact
+from lastgasp.steps.places import TASK_VARIABLE
 from lastgasp.topology import UNNAMED, Place, ReplicaGroups
 
 log = logging.getLogger("lastgasp")
@@ -38,11 +39,11 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not job:
         job = str(from_rank_0(uuid.uuid4().hex[:12]))
-    since = env.get(SINCE)
+    since, lasting = env.get(SINCE), job == env.get(TASK_VARIABLE)  # MindCluster's name outlives a job's launchers
     began = from_rank_0(_clock.wall_ns()) if since is None else int(since or 0)
     return Place(
         rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job,
-        incarnation=int(env.get(INCARNATION) or 0), since_ns=int(since or 0), began_ns=began,
+        incarnation=int(env.get(INCARNATION) or 0), since_ns=0 if lasting else int(since or 0), began_ns=began,
     )  # fmt: skip
 
 

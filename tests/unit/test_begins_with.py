@@ -53,6 +53,28 @@ def test_a_job_that_was_rolled_back_does_not_go_on_with_the_run_it_has_left(tmp_
     assert selected(tmp_path, named, attempt=1, since_ns=since) == own
 
 
+def test_never_takes_nothing_of_an_earlier_run_that_had_the_same_name(tmp_path: Path) -> None:
+    """As with `--rdzv-id exp1` yesterday and today, also after a fault of today's run."""
+    earlier = put_file(tmp_path, 10)
+    since = time.time_ns()
+    assert selected(tmp_path, "never", since_ns=since) is None
+    assert selected(tmp_path, "never", attempt=1, since_ns=since) is None
+    own = put_file(tmp_path, 5)
+    assert selected(tmp_path, "never", attempt=1, since_ns=since) == own
+    assert selected(tmp_path, "never") == earlier, "no launcher says when it began"
+
+
+def test_never_knows_what_an_earlier_run_of_the_same_name_has_left(tmp_path: Path) -> None:
+    """A save of the same step would otherwise be taken for one of this run, and be dropped for it."""
+    put_file(tmp_path, 10)
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", since_ns=time.time_ns())
+    policy = SelectionPolicy(GaspConfig.resolve(tmp_path, resume="never"), place, [tmp_path], FILES)
+    selector = CheckpointSelector(policy, lambda tag, payload: [payload])
+    assert selector.select() is None
+    [left] = candidates([tmp_path], FILES)
+    assert left.manifest is not None and selector.present == {left.manifest.self_digest}
+
+
 def test_what_the_environment_names_is_for_the_fit_that_saved_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,14 +92,15 @@ def test_what_the_environment_names_is_for_the_fit_that_saved_it(
     assert selected(tmp_path, older, fit=1) == older, "the script itself names it"
 
 
-@pytest.mark.parametrize("kept", [1, 3])
-def test_what_was_named_and_what_others_have_saved_does_not_count(kept: int, tmp_path: Path) -> None:
-    """A job that was rolled back keeps its own checkpoints, and the one that it began with."""
-    named, *abandoned = [put_file(tmp_path, step, job="older") for step in (500, 900, 1000)]
+@pytest.mark.parametrize(("kept", "older"), [(1, "older"), (3, "older"), (3, "job")])
+def test_what_was_named_and_what_others_have_saved_does_not_count(kept: int, older: str, tmp_path: Path) -> None:
+    """A job that was rolled back keeps its own checkpoints, and the one that it began with. Jobs may share a name."""
+    named, *abandoned = [put_file(tmp_path, step, job=older) for step in (500, 900, 1000)]
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", since_ns=time.time_ns())
     config = GaspConfig.resolve(tmp_path, resume=named, keep=kept)
     own = []
     for step in (550, 600, 650, 700):
         own.append(put_file(tmp_path, step))
-        prune(config, FILES, own[-1], "job")
+        prune(config, FILES, own[-1], place)
     left = {one.path for one in candidates([tmp_path], FILES)}
     assert left == {named, *abandoned, *own[-kept:]}

@@ -253,6 +253,17 @@ def test_ranks_whose_clocks_differ_write_their_marks_into_one_task(
     assert task(0) == task(1) == task(0, 1) == "default_task_id_5_000000007"
 
 
+def test_what_mindclusters_job_has_saved_is_its_own_also_where_its_pods_were_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LASTGASP_SINCE", "5000000007")
+    monkeypatch.setenv("LASTGASP_JOB", "7c9e6679")
+    monkeypatch.delenv("MINDX_TASK_ID", raising=False)
+    assert place_in_job(0, 1, data_parallel(1), lambda value: value).since_ns == 5_000_000_007
+    monkeypatch.setenv("MINDX_TASK_ID", "7c9e6679")
+    assert place_in_job(0, 1, data_parallel(1), lambda value: value).since_ns == 0
+
+
 def test_several_nodes_without_an_address_are_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:
     """A job without lastgasp hears nothing; its ranks refuse with the reason, if they use it."""
     attempts = LaunchAttempts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lastgasp.errors import ConfigError
+from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers import ranks
 
 VARIABLES = ("MS_WORKER_NUM", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE", "RANK_ID", "MS_NODE_ID", "OMPI_COMM_WORLD_RANK")
@@ -38,3 +39,16 @@ def test_a_rank_that_nobody_tells_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("RANK_ID", "one")
     with pytest.raises(ConfigError, match="a number"):
         ranks.rank_and_size()
+
+
+def test_since_when_checkpoints_are_of_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msrun names a job of several nodes by its scheduler's address, which the next one has as well."""
+    monkeypatch.delenv("MINDX_TASK_ID", raising=False)
+
+    def since(started_s: int | None, said: int = 0) -> int:
+        place = Place(rank=1, world_size=2, replicas=data_parallel(2), job="10.0.0.1:8118", since_ns=said)
+        return ranks.dated(place, started_s).since_ns
+
+    assert [since(7), since(7, said=5), since(None)] == [7_000_000_000, 5, 0]
+    monkeypatch.setenv("MINDX_TASK_ID", "10.0.0.1:8118")
+    assert since(7) == 0, "MindCluster gives this name to no other job, and it outlives launchers and pods"

@@ -124,7 +124,11 @@ class CheckpointSelector:
         if asked is not None:
             return None if asked in refused else self._named(asked)
         never = policy.config.resume == "never"
-        agreement = self._agree(policy.candidates(own=never), refused)
+        found = policy.candidates(own=never)
+        if never:
+            self._know(found)  # of a run before that had the same name, too: a save of the same step replaces them
+            found = [one for one in found if self._of_this_start(one)]
+        agreement = self._agree(found, refused)
         if agreement.chosen is None and policy.place.restarted and never:
             self._refuse_to_begin_over(agreement, refused)
         if agreement.chosen is None and not refused:
@@ -132,7 +136,7 @@ class CheckpointSelector:
         return agreement.chosen
 
     def _of_this_start(self, candidate: Candidate) -> bool:
-        """Not of a run before, which the user has left for the named checkpoint; jobs may share a name."""
+        """Not of a run before, which the user has left (`resume`); jobs may share a name."""
         manifest = candidate.manifest
         return manifest is not None and manifest.creator.time_ns >= self._policy.place.since_ns
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lastgasp._fs import DISK, fsync_dir, locked, unique_temp
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.ports import Layout
+from lastgasp.topology import Place
 
 from .addenda import remove_orphans
 from .candidates import Candidate, candidates
@@ -29,12 +30,13 @@ class Counted:
 
     Attributes:
         kind: gasps, or periodic checkpoints, which only their writer removes.
-        job: only those of this job; None: of any.
+        job: only those of this job; None: of any. since_ns: and only what was saved since then.
         fit: only those of this training of the script; None: of any.
     """
 
     kind: Kind = "gasp"
     job: str | None = None
+    since_ns: int = 0
     fit: int | None = None
 
 
@@ -59,18 +61,20 @@ def to_remove(
 
 
 def prune(
-    config: GaspConfig, layout: Layout, newest: Path, job: str, *, kind: Kind = "gasp", fit: int | None = None
+    config: GaspConfig, layout: Layout, newest: Path, place: Place, *, kind: Kind = "gasp", fit: int | None = None
 ) -> None:
     """`newest` was just published: remove what is beyond `config.keep` in its directory. Never raises OSError.
 
     Args:
-        job: where the user did not leave the choice to lastgasp (`resume`), those of other jobs stay, and do not count,
-            and so does the one that was named; kind, fit: as in `Counted`.
+        place: where the user did not leave the choice to lastgasp (`resume`), those of other jobs stay, and do not
+            count, and so does the one that was named; kind, fit: as in `Counted`.
     """
-    own = job if config.resume != "auto" else None
+    counted = Counted(kind=kind, fit=fit)
+    if config.resume != "auto":
+        counted = replace(counted, job=place.job, since_ns=place.since_ns)
     named = [Path(config.resume).absolute()] if config.resume not in ("auto", "never") else []
     try:
-        apply([newest.parent], layout, config.keep, Counted(kind=kind, job=own, fit=fit), protected=[newest, *named])
+        apply([newest.parent], layout, config.keep, counted, protected=[newest, *named])
     except (OSError, LastgaspError) as error:  # the newest is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
 
@@ -95,7 +99,7 @@ def apply(
         ConfigError: `keep` below 1, or a directory that cannot be listed.
         OSError: the disk refused.
     """
-    found = candidates(directories, layout, counted.job)
+    found = [one for one in candidates(directories, layout, counted.job) if one.created_ns >= counted.since_ns]
     if counted.fit is not None:
         found = of_fit(found, counted.fit)
     superfluous = to_remove(found, keep, counted.kind, protected)

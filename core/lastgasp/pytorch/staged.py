@@ -84,7 +84,7 @@ def publish(result: StagedGasp, layout: Layout, config: GaspConfig, place: Place
     if note:
         note = f"{note}; {contribute(result.staged.target, layout, result.aux)}"
     fit = result.provenance.fit.number if isinstance(result.provenance.fit, Fit) else None
-    prune(config, layout, Path(result.path), place.job, fit=fit)
+    prune(config, layout, Path(result.path), place, fit=fit)
     return note
 
 

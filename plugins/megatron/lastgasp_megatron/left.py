@@ -139,5 +139,5 @@ class _Writing:
         saved.publish(parts, writer.provenance(self._step, "gasp", writer.newest_beside(target, LAYOUT)))
         write_tracker(self._config.directory, self._step)
         self._exchange.close(self._step)
-        prune(self._config, LAYOUT, target, place.job)
+        prune(self._config, LAYOUT, target, place)
         return b""

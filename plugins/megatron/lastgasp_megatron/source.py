@@ -202,7 +202,7 @@ class MegatronSource:
         kept = result.publish(parts, about, present=self.present)
         write_tracker(self._config.directory, step)
         self._exchange.close(step)
-        prune(self._config, LAYOUT, target, self._writer.place.job)
+        prune(self._config, LAYOUT, target, self._writer.place)
         return kept
 
     def discard(self, result: SaveResult) -> None:

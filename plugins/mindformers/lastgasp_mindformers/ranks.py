@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -47,6 +48,17 @@ def place_of(replicas: ReplicaGroups | None = None) -> Place:
     """
     rank, size = rank_and_size()
     return place_in_job(rank, size, replicas or data_parallel(size), _from_rank_0(rank, size))
+
+
+def dated(place: Place, started_s: int | None) -> Place:
+    """The place with when the job began. msrun's launchers do not agree on it; the controller of all attempts knows.
+
+    Args:
+        started_s: when the controller started, unix seconds; None without one.
+    """
+    if place.since_ns or started_s is None or place.job == os.environ.get("MINDX_TASK_ID"):
+        return place
+    return replace(place, since_ns=started_s * 1_000_000_000)
 
 
 def connect(place: Place) -> Contact | None:

@@ -23,7 +23,7 @@ from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.monitors import is_monitor, searched
 from lastgasp_mindformers.native import Iterations, monitor_of, native_of
 from lastgasp_mindformers.plain import load
-from lastgasp_mindformers.ranks import connect, device, place_of, rank_and_size, versions
+from lastgasp_mindformers.ranks import connect, dated, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
 from lastgasp_mindformers.source import MindSporeSource, Writer
 from lastgasp_mindformers.state import MindSporeState
@@ -98,6 +98,7 @@ class Run:
             framework, options.gasp, options.marks, place, connect(place), backend=embedded_backend()
         )
         self.session = self.life.session
+        self.place = place = dated(place, self.session.started_s)
         self.selector = MindFormersSelector(options, place, self.session.gather, self.session.note)
         self.manifests = Manifests(
             ManifestWriter(FORMAT, place, sha256=options.gasp.sha256),

@@ -139,7 +139,7 @@ class MindSporeSource:
         target, layout = result.staged.target, result.where.layout
         about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(target, layout))
         kept = result.publish(parts, about, result.where.markers, self.present)
-        prune(self._config, layout, target, self._writer.place.job)
+        prune(self._config, layout, target, self._writer.place)
         return kept
 
     def discard(self, result: SaveResult) -> None:

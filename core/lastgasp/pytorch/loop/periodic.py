@@ -104,4 +104,4 @@ class Periodic:
             return
         status = self._engine.status
         status.durable = max(status.durable, step)
-        prune(self._config, files.LAYOUT, target, self._writer.place.job, kind="periodic", fit=self._fit)
+        prune(self._config, files.LAYOUT, target, self._writer.place, kind="periodic", fit=self._fit)

@@ -245,7 +245,7 @@ class ShardedLoop(ShardedSource):
             if staged is not None:
                 staged.discard()
         if self.rank == 0 and engine.status.durable >= step:
-            prune(run.config, self.layout, target, run.place.job, kind="periodic", fit=run.fit.number)
+            prune(run.config, self.layout, target, run.place, kind="periodic", fit=run.fit.number)
         engine.progress("data")
 
     def _write_periodic(self, staged: Staged, step: int) -> bytes:
