@@ -38,10 +38,10 @@ class Raise(Callback):
             raise ValueError("a bug of the user's")
 
 
-def fit(directory: Path, *callbacks: Callback) -> Trainer:
+def fit(directory: Path, *callbacks: Callback, keep: int = -1) -> Trainer:
     """Eight steps with a checkpoint at every second one."""
     every: list[Callback] = [LastGasp(directory), *callbacks]
-    every.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1))
+    every.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep))
     trainer = Trainer(
         accelerator="cpu", devices=1, max_steps=8, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=every,
@@ -119,6 +119,20 @@ def test_a_disk_that_becomes_read_only_does_not_end_training(
     assert trainer.global_step == 8
     assert "Read-only file system" in caplog.text
     assert steps_that_verify(tmp_path) == [2, 4]
+
+
+def test_the_only_checkpoint_stays_until_the_next_one_is_written(
+    tmp_path: Path, read_only: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ModelCheckpoint keeps one by default, and removes the one before once Lightning has returned from the save."""
+    create = _fs.Disk.create
+    mended = Then(5, lambda: monkeypatch.setattr(_fs.Disk, "create", create))
+    fit(tmp_path, Then(5, read_only), keep=1)
+    assert steps_that_verify(tmp_path) == [4]
+    assert "step=4.ckpt is not removed" in caplog.text
+    mended.action()
+    fit(tmp_path / "again", Then(3, read_only), mended, keep=1)
+    assert steps_that_verify(tmp_path / "again") == [2, 8], "6 was removed for 8, and 2 was to go for 4"
 
 
 def test_a_gasp_that_cannot_be_written_is_reported_and_harms_nothing(

@@ -354,7 +354,8 @@ class Processor:
             return
         log.warning(
             "rank %d lost the controller (%s): training continues; after a fault this rank saves by the same rule, "
-            "on its own; a hung peer is no longer noticed, and `every=` of a custom loop writes nothing any more",
+            "on its own; a hung peer is no longer noticed, and most periodic checkpoints do not count any more. To "
+            "have both again, stop the job (SIGTERM saves the step) and start it again",
             self._source.rank,
             why,
         )

@@ -30,7 +30,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         original: what it replaces.
         writer: says who writes, for the manifest.
         folders: where a resume looks; a checkpoint saved there makes its step durable.
+
+    Attributes:
+        failed: the last save did, so what ModelCheckpoint removes for it stays.
     """
+
+    failed = False
 
     def __init__(
         self,
@@ -87,9 +92,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             self._write(checkpoint, target)
         except OSError as error:
             log.error("checkpoint %s could not be written (%s): training continues; older ones remain", target, error)
+            self.failed = True
             return
         finally:
             self._status.progress("data")
+        self.failed = False
         step = checkpoint.get("global_step", 0)
         if KEY in checkpoint and checkpoint[KEY]["step"] == step:
             self.saved(target, step)
@@ -125,7 +132,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return found
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove data, then manifest."""
+        """Remove data, then manifest; nothing where the save that was to take its place has failed."""
+        if self.failed and not is_remote(path):
+            log.warning("%s is not removed: the checkpoint that was to replace it could not be written", path)
+            return
         self._original.remove_checkpoint(path)
         if not is_remote(path):
             LAYOUT.manifest_path(Path(path)).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lastgasp.adapter import DamagedCheckpoint, Undo, number_on_host
+from lastgasp.adapter import DamagedCheckpoint, LastgaspError, Undo, number_on_host
 from lastgasp.adapter.checkpoint import FileEntry, Staged, has_manifest, read_files, verify
 from lastgasp.adapter.files import make_directory, unique_temp
 from lastgasp.adapter.torch import with_added
@@ -58,7 +58,9 @@ class ShardedCheckpoints:
     # -- save ---------------------------------------------------------------------------------------------
 
     def _save(self, save: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's. Where the disk refuses our part of it, training goes on; older checkpoints remain."""
+        """As Lightning's. Where the disk refuses our part of it, or the ranks cannot agree, training goes on; older
+        checkpoints remain.
+        """
         if self._run.tuning.active or storage_options is not None or is_remote(filepath):
             checkpoint.pop(KEY, None)
             save(checkpoint, filepath, storage_options)
@@ -70,10 +72,14 @@ class ShardedCheckpoints:
         try:
             save(checkpoint, temp, None)
             done = self._commit(temp, target, record, step)
+        except LastgaspError as error:  # the controller is gone, or a rank came too late: the others find the same
+            log.error("checkpoint %s may be missing (%s): training continues; older ones remain", target, error)
+            done = False
         finally:
             if self._run.place.rank == 0:
                 shutil.rmtree(temp, ignore_errors=True)
             status.progress("data")
+        self._io.failed = not done
         if done and record is not None and record["step"] == step:
             self._io.saved(target, step)
 
