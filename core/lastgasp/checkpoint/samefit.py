@@ -41,13 +41,23 @@ def is_behind(found: Iterable[Candidate], number: int, home: Path) -> bool:
     return any((number_of(one) or 0) > number and not _is_at_home_elsewhere(one, home) for one in found)
 
 
+def is_of_home(candidate: Candidate, home: Path) -> bool:
+    """Whether it lies elsewhere and says that a fit of `home` wrote it."""
+    its = _home_of(candidate)
+    return its is not None and its.resolve() == home.resolve()
+
+
 def _is_at_home_elsewhere(candidate: Candidate, home: Path) -> bool:
     """Whether a fit of another directory wrote it, which is still there: one that is not may have been moved here."""
+    its = _home_of(candidate)
+    return its is not None and its.is_dir() and its.resolve() != home.resolve()
+
+
+def _home_of(candidate: Candidate) -> Path | None:
     fit = candidate.manifest.fit if candidate.manifest is not None else msgspec.UNSET
     if isinstance(fit, msgspec.UnsetType) or isinstance(fit.home, msgspec.UnsetType):
-        return False
-    its = candidate.path.parent / fit.home
-    return its.is_dir() and its.resolve() != home.resolve()
+        return None
+    return candidate.path.parent / fit.home
 
 
 def differences(path: Path, saved: Fit | msgspec.UnsetType, now: Fit) -> list[str]:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place, SelectionPolicy, Undo
 from lastgasp.adapter.again import MEMORY, Memory, cloned
-from lastgasp.adapter.checkpoint import Candidate, has_ended, mark_ended, newest_good
+from lastgasp.adapter.checkpoint import Candidate, Verdict, differences, has_ended, is_of_home, mark_ended, newest_good
 from lastgasp.adapter.torch import exception_origin
-from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, search_folders
+from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, is_remote, search_folders
 from lastgasp_lightning.compat import replace_method
 from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.thisfit import ThisFit
@@ -34,6 +35,55 @@ def last_good(dir: str | os.PathLike[str]) -> str | None:
     folder = Path(dir).expanduser().absolute()
     found = newest_good([folder], SHARDED, quarantine=False, fit=FITS.coming(folder))
     return str(found.path) if found is not None else None
+
+
+class _Policy(SelectionPolicy):
+    """Also what Lightning would begin with, where this fit has saved that in no folder of these: `hpc_ckpt_N.ckpt`.
+
+    Attributes:
+        given: what Lightning would begin with, as far as it can be read; None where there is nothing.
+        compared: it is of this fit, so that the newer one of both is taken.
+    """
+
+    given: Candidate | None = None
+    compared = False
+
+    def look_at(self, given: Any) -> None:
+        """Lightning would begin with this."""
+        if not given or is_remote(given) or not Path(given).exists():
+            return
+        self.given = one = self.named(Path(given).absolute())
+        assert self.fit is not None
+        fits = one.manifest is not None and not differences(one.path, one.manifest.fit, self.fit)
+        self.compared = fits and one.path.parent not in self.folders and is_of_home(one, self.config.directory)
+
+    def candidates(self, own: bool) -> list[Candidate]:
+        """As ever, and the one that Lightning would begin with."""
+        found, one = super().candidates(own), self.given
+        if one is None or not self.compared or (own and one.manifest and one.manifest.job != self.place.job):
+            return found
+        return sorted([*found, one], key=lambda candidate: candidate.age_key, reverse=True)
+
+    def verify(self, candidate: Candidate) -> Verdict:
+        """What the user or Slurm names stays where it is, whatever is found."""
+        verdict = super().verify(candidate)
+        if not self.is_given(candidate):
+            return verdict
+        damages = [msgspec.structs.replace(damage, proven=False) for damage in verdict.damages]
+        return msgspec.structs.replace(verdict, damages=tuple(damages))
+
+    def is_given(self, candidate: Candidate | None) -> bool:
+        """Whether Lightning would begin with it, and it has been compared."""
+        return self.compared and candidate is self.given
+
+    def why_not(self, chosen: Candidate) -> str:
+        """Why the one that Lightning would begin with was not used."""
+        one = self.given
+        if one is None or one.manifest is None:
+            return f"it has no manifest, and this training has saved {chosen.path} itself; which is newer is not known"
+        if not self.compared and one.path.parent not in self.folders:
+            return f"it is not of this training, which has saved {chosen.path} itself"
+        return f"{chosen.path} is {'newer' if one.age_key < chosen.age_key else 'the newest good one'}"
 
 
 class LightningSelector:
@@ -93,7 +143,7 @@ class LightningSelector:
             load: Lightning restores from a path; given: what the user wants where there is none of ours.
 
         Returns:
-            Whether one was loaded.
+            Whether one was loaded; not where `given` is newer.
 
         Raises:
             NoGoodCheckpoint: candidates exist, none is good, and nobody said to start anew.
@@ -111,8 +161,9 @@ class LightningSelector:
             self.present = self.entered(lambda checkpoint: self._load_held(lambda: checkpoint, load))
             self.loaded()
             return True
-        policy = SelectionPolicy(config, self._place, folders, self._layout, fit=fit, instead=bool(given))
+        policy = _Policy(config, self._place, folders, self._layout, fit=fit, instead=bool(given))
         policy.note = self.note
+        policy.look_at(given)
         selector = CheckpointSelector(policy, self._gather, exception_origin.is_about_content)
         if self.left is not None and self.left(lambda checkpoint: self._load_held(lambda: checkpoint, load)):
             selector.pass_over()
@@ -125,14 +176,17 @@ class LightningSelector:
             self.goes_on = policy.behind or self._goes_on(candidate)
             if not selector.named:
                 self._fit.resumed(candidate.path, policy.unnumbered, policy.several)
-            self._warn(given, candidate.path)
+            self._warn(given, policy, candidate)
             self.loading, self.chosen = candidate.path, candidate
             try:
                 load(candidate.path)
             finally:
                 self.loading = None
 
-        found = selector.load(restore) is not None
+        selected = selector.select()
+        found = selected is not None and not policy.is_given(selected)
+        if found:
+            selector.load(restore, selected)
         self.present = selector.present
         if found and self.same_run:
             self.loaded()
@@ -168,7 +222,8 @@ class LightningSelector:
         if self.chosen is not None and self.chosen.manifest is not None:
             mark_ended(self.chosen.path, self.chosen.manifest)
 
-    def _warn(self, given: Any, path: Path) -> None:
+    def _warn(self, given: Any, policy: _Policy, chosen: Candidate) -> None:
         named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
-        if given and not named and Path(given).absolute() != path.absolute():
-            log.warning("ckpt_path=%s was not used: %s is newer; say resume='never' to start from it", given, path)
+        if given and not named and Path(given).absolute() != chosen.path.absolute():
+            why = policy.why_not(chosen)
+            log.warning("ckpt_path=%s was not used: %s; say resume='never' to start from it", given, why)
