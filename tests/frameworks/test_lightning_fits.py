@@ -69,6 +69,25 @@ def broken_off(tmp_path: Path) -> Job:
     return job
 
 
+class Shared(torch.optim.SGD):
+    """Each rank holds a part of its state, as of a ZeroRedundancyOptimizer."""
+
+    def consolidate_state_dict(self) -> None:
+        """A collective."""
+        raise AssertionError("called")
+
+
+def test_an_optimizer_that_no_rank_holds_completely_is_refused(tmp_path: Path) -> None:
+    """It would train, and no survivor of a fault could save it."""
+
+    class Zero(Small):
+        def configure_optimizers(self) -> Any:
+            return Shared(self.parameters(), lr=self.lr)
+
+    with pytest.raises(ConfigError, match="optimizer='Shared' is not allowed"):
+        fit(Job(tmp_path).make(), Zero())
+
+
 class Sgd(Small):
     """Another optimizer."""
 

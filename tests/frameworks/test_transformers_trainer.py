@@ -245,6 +245,25 @@ def test_what_cannot_be_protected_is_refused(tmp_path: Path, name: str, value: A
         one.train()
 
 
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Has what is asked of torch's."""
+
+    _overlap_with_ddp, process_group = False, None
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """What holds this rank's part of the state."""
+        return self
+
+
+def test_an_optimizer_that_no_rank_holds_completely_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0])
+    one, net = trainer(tmp_path, LastGasp()), model()
+    one.model, one.optimizer = net, ZeroRedundancyOptimizer(net.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="optimizer='ZeroRedundancyOptimizer'"):
+        one.train()
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keep"):
         LastGasp(keep=0)

@@ -42,6 +42,21 @@ def require_supported(trainer: Any) -> None:
         )
 
 
+def require_supported_optimizers(trainer: Any) -> None:
+    """The same for optimizers, once they are there.
+
+    Raises:
+        ConfigError: names the optimizer and what is supported.
+    """
+    for optimizer in trainer.optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            remedy = (
+                "Use a plain optimizer, or ModelParallelStrategy with fully_shard in configure_model() "
+                "(docs/sharded.md), or take LastGasp out of the callbacks."
+            )
+            raise ConfigError("optimizer", type(optimizer).__name__, "one that each rank holds completely", remedy)
+
+
 def is_sharded_by(strategy: Any) -> bool:
     """Whether each rank holds a part of the state."""
     return type(strategy) is ModelParallelStrategy

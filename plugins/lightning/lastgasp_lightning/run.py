@@ -50,7 +50,7 @@ from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.loggers import LogRecord
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
-from lastgasp_lightning.ranks import connect, is_sharded_by, place_of, versions
+from lastgasp_lightning.ranks import connect, is_sharded_by, place_of, require_supported_optimizers, versions
 from lastgasp_lightning.resume import Resume, logged
 from lastgasp_lightning.selection import LightningSelector
 from lastgasp_lightning.state import KEY, LightningState
@@ -187,6 +187,7 @@ class LightningRun(Training):
 
     def set_up(self) -> None:
         """`on_fit_start`: hook the optimizers and the module, where their state is restored already."""
+        require_supported_optimizers(self.trainer)
         self._again_here.begun()
         if self.shards is None:
             self._hook()

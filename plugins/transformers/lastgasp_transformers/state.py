@@ -65,6 +65,9 @@ class Training(adapter.Training):
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
         self.state.require_supported(place.world_size)
+        if self.state.partitioned:
+            name, remedy = type(self._optimizer).__name__, "Use a plain one, or take LastGasp out of the callbacks."
+            raise adapter.ConfigError("optimizer", name, "one that each rank holds completely", remedy)
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
         self._gate = self.recorder.queued.gate(session)
         self._buckets = shared.BucketLayouts(self.state)
