@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from lastgasp import _fs
-from lastgasp.checkpoint import Manifest, Staged
+from lastgasp.checkpoint import Manifest, Provenance, Staged
+from lastgasp.checkpoint.adopt import ADOPTED
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.testing import corrupt
@@ -200,6 +201,28 @@ def test_newest_is_by_content_and_not_by_time_stamp(tmp_path: Path) -> None:
     os.utime(tmp_path / "rank12.pth", (1, 1))
     assert newest_good(tmp_path) == str(tmp_path / "rank12.pth")
     assert newest_good(tmp_path, quarantine=False) == str(tmp_path / "rank12.pth")
+
+
+def saved_by(path: Path, format: str, step: int, job: str = "job") -> Path:
+    """What a session, or a framework, has written."""
+    with Staged(path, plain.FILES) as staged:
+        staged.open().write(b"x" * 100)
+        staged.publish(Provenance(format=format, step=step, kind="periodic", job=job))
+    return path
+
+
+def test_the_best_one_beside_a_sessions_own_is_the_best_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The session's last weights are no best ones, and what of it is damaged is its ranks' business."""
+    last = saved_by(tmp_path / "step=00000500.pt", "pytorch-loop", 500)
+    assert newest_good(tmp_path) is None
+    assert "saved there by a session or a framework: none of them is chosen" in caplog.text
+    save(state(3), tmp_path / "model_best.pt", step=300)
+    corrupt.flip_bit(last, 50)
+    assert newest_good(tmp_path) == str(tmp_path / "model_best.pt")
+    assert last.exists()
+    last.unlink()
+    adopted = saved_by(tmp_path / "epoch=9.ckpt", "lightning", 900, ADOPTED)
+    assert newest_good(tmp_path) == str(adopted), "`lastgasp manifest` only knows its name"
 
 
 def test_among_equal_steps_the_one_saved_last_is_the_newest(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from .digest import digest_file
 from .layout import MANIFEST_SUFFIX, next_path
 from .manifest import FileEntry, Manifest, Provenance, build, encode
 
+ADOPTED = "lastgasp manifest"
+"""The job in manifests that this command writes: the checkpoints do not record theirs."""
+
 
 def read_entries(checkpoint: Path, layout: Layout, share: tuple[int, int] = (0, 1)) -> list[FileEntry]:
     """Make every i-th of n files durable and digest it, for `share` (i, n). Raises OSError."""

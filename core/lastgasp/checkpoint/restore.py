@@ -9,6 +9,7 @@ from pathlib import Path
 from lastgasp.errors import NoGoodCheckpoint
 from lastgasp.ports import Layout
 
+from .adopt import ADOPTED
 from .candidates import Candidate, candidates
 from .progress import progress_bar
 from .quarantine import quarantine as move_away
@@ -25,6 +26,7 @@ def newest_good(
     job: str | None = None,
     *,
     fit: int | None = None,
+    format: str | None = None,
 ) -> Candidate | None:
     """Return the newest checkpoint whose content matches its manifest; None if there are none at all.
 
@@ -33,6 +35,8 @@ def newest_good(
         quarantine: whether newer ones that are proven bad are moved away, once a good one is found.
         job: when given, checkpoints of other jobs are not used.
         fit: when given, those of other fits are ignored.
+        format: when given, those that a job has saved in another one are ignored; a line in the log says so where
+            there are no others.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none can be trusted. A file without a manifest counts:
@@ -43,6 +47,11 @@ def newest_good(
     found = candidates(folders, layout, job)
     if fit is not None:
         found = of_fit(found, fit)
+    if format is not None and found:
+        found = [one for one in found if not _of_another_format(one, format)]
+        if not found:
+            _log.warning("all checkpoints in %s were saved there by a session or a framework: none of them is chosen",
+                         ", ".join(map(str, folders)))  # fmt: skip
     rejected: list[tuple[Candidate, list[str], bool]] = []
     for candidate in found:
         reasons, proven = _judge(candidate, layout)
@@ -56,6 +65,12 @@ def newest_good(
         listing = {str(candidate.path): "; ".join(reasons) for candidate, reasons, _ in rejected}
         raise NoGoodCheckpoint(", ".join(map(str, folders)), listing)
     return None
+
+
+def _of_another_format(candidate: Candidate, format: str) -> bool:
+    """Not by what `lastgasp manifest` says, which goes by names."""
+    manifest = candidate.manifest
+    return manifest is not None and manifest.format != format and manifest.job != ADOPTED
 
 
 def _judge(candidate: Candidate, layout: Layout) -> tuple[list[str], bool]:

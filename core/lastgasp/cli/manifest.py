@@ -13,7 +13,7 @@ import msgspec
 
 from lastgasp._fs import read_bounded
 from lastgasp.checkpoint import Candidate, Provenance, World
-from lastgasp.checkpoint.adopt import data_files, read_entries, write_manifest
+from lastgasp.checkpoint.adopt import ADOPTED, data_files, read_entries, write_manifest
 from lastgasp.checkpoint.torch_zip import torch_problem
 from lastgasp.errors import CheckpointError
 from lastgasp.mindspore.content import Unreadable, read_content
@@ -33,8 +33,6 @@ ENDINGS = (".pt", ".pth", ".tar", ".ckpt")
 """Files of torch.save."""
 NUMBERED = ("lightning", "megatron")
 """Formats whose checkpoints have their step in the name; of others, those without one count from 0, by their age."""
-JOB = "lastgasp manifest"
-"""The job in these manifests: the checkpoints do not record theirs."""
 
 EPILOG = """
 \b
@@ -111,7 +109,7 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
         if not reason:
             ranks = _ranks(layout, path)
             world = World(world_size=len(ranks), replica_groups=tuple((rank,) for rank in ranks)) if ranks else World()
-            made_by = Provenance(format=name.split()[0], step=step or 0, kind="periodic", job=JOB, world=world)
+            made_by = Provenance(format=name.split()[0], step=step or 0, kind="periodic", job=ADOPTED, world=world)
             write_manifest(path, layout, made_by, read_entries(path, layout))
     except (OSError, CheckpointError) as error:
         reason = str(error)

@@ -110,7 +110,8 @@ def load(
 def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -> str | None:
     """The newest file in `directory` that verifies, by step and time of writing in its manifest; None if it is empty.
 
-    Time stamps of files are not looked at. Each process decides alone; what dead processes left half-written goes.
+    What a session or a framework has saved there is neither chosen nor renamed. Time stamps of files are not looked
+    at. Each process decides alone; what dead processes left half-written goes.
 
     Args:
         directory: searched without its subdirectories.
@@ -124,7 +125,7 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
     with contextlib.suppress(OSError):
         remove_stale_temps(folder)
     try:
-        found = checkpoint.newest_good([folder], FILES, quarantine)
+        found = checkpoint.newest_good([folder], FILES, quarantine, format=FORMAT)
     except NoGoodCheckpoint as error:
         raise NoGoodCheckpoint(error.directory, error.reasons, _START_REMEDY) from None
     return None if found is None else str(found.path)
