@@ -96,9 +96,8 @@ class Run:
         self.schedules = ScheduleWatch(state.schedulers.values())
         self.buckets = Buckets(state)
         self._aux: AuxState | None = None
-        self._returning, self._gradients = False, False
+        self._returning = self._gradients = self._wanted = False
         self._snapshot: Snapshot | None = None
-        self._wanted = False
         self._again: Callable[[], None] = _nothing
         self.users_handler = users_handler(held)
         framework = Framework(
