@@ -25,6 +25,7 @@ from lastgasp.adapter.mindspore import (
 )
 from lastgasp.checkpoint import Provenance, Staged, World
 from lastgasp.checkpoint.adopt import read_entries, write_manifest
+from lastgasp.checkpoint.retention import prune
 from lastgasp.cli.manifest import adopt_all
 from lastgasp.cli.verify import examine
 from lastgasp.config import GaspConfig
@@ -35,11 +36,12 @@ from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers import begun, unfit
+from lastgasp_mindformers.listing import by_samples
 from lastgasp_mindformers.reload import MindFormersSelector, Selected
 from lastgasp_mindformers.steering import resume_request_of
 from lastgasp_mindformers.unfit import DoesNotLoad, refuse_missing
 from support.checkpoint_kit import Died, DyingDisk, as_ranks
-from support.mindspore_files import boundary, safetensors, state, write
+from support.mindspore_files import boundary, long, safetensors, state, write
 
 STEPS = 4
 """Of an epoch."""
@@ -55,6 +57,7 @@ class Home:
     crc: bool = False
     manifests: bool = True
     job: str = "first"
+    batch: int | None = None
     names: dict[int, LegacyName] = field(default_factory=dict)
 
     @property
@@ -66,21 +69,22 @@ class Home:
             self.put(step)
         return self
 
-    def put(self, step: int) -> LegacyName:
+    def put(self, step: int, again: str = "", kind: Any = "periodic") -> LegacyName:
         """As CheckpointMonitor does, with a manifest from us."""
         epoch, within = (step - 1) // STEPS + 1, (step - 1) % STEPS + 1
-        name = self.names[step] = LegacyName("tiny", epoch, within, self.ext)
+        name = self.names[step] = LegacyName("tiny", epoch, within, self.ext, again)
+        values = state(step, epoch) | ({"global_batch_size": long(self.batch)} if self.batch else {})
         for rank in range(self.ranks):
-            write(self.checkpoints / name.file(rank), state(step, epoch), crc=self.crc)
+            write(self.checkpoints / name.file(rank), values, crc=self.crc)
         for relative, content in name.markers(range(self.ranks)).items():
             (self.checkpoints / relative).write_bytes(content)
         if self.manifests:
-            self.adopt(self.checkpoints / name.name, LEGACY, step)
+            self.adopt(self.checkpoints / name.name, LEGACY, step, kind)
         return name
 
-    def adopt(self, path: Path, layout: Layout, step: int) -> None:
+    def adopt(self, path: Path, layout: Layout, step: int, kind: Any = "periodic") -> None:
         world = World(world_size=self.ranks, replica_groups=data_parallel(self.ranks))
-        made_by = Provenance(format="mindformers", step=step, kind="periodic", job=self.job, world=world)
+        made_by = Provenance(format="mindformers", step=step, kind=kind, job=self.job, world=world)
         write_manifest(path, layout, made_by, read_entries(path, layout))
 
     def file(self, step: int, rank: int = 1) -> Path:
@@ -329,6 +333,36 @@ def test_the_newest_is_taken_whatever_its_name_and_time(tmp_path: Path) -> None:
     home.adopt(home.checkpoints / name.name, LEGACY, 9)
     home.names[9] = name
     home.went_on_from(9)
+
+
+@pytest.mark.parametrize("ext", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("manifests", [True, False])
+def test_steps_of_a_larger_batch_are_worth_more(tmp_path: Path, ext: str, manifests: bool) -> None:
+    """From step 8 of batch 4 MindFormers goes on as step 4 of batch 8."""
+    home = Home(tmp_path, ext=ext, batch=4, manifests=manifests).fill(6, 8)
+    home.batch = 8
+    for step in (5, 6):
+        home.put(step, "_1")
+    for attempt in (0, 1) if manifests else (0,):
+        home.went_on_from(6, job="first", attempt=attempt)
+        assert home.names[6].again == "_1"
+    corrupt.truncate(home.file(6), 1000)
+    assert home.went_on_from(5)
+    home.batch = 2
+    home.put(21)
+    home.went_on_from(21)
+
+
+def test_gasps_of_a_larger_batch_are_kept(tmp_path: Path) -> None:
+    home, kept = Home(tmp_path, batch=4), []
+    place = Place(rank=0, world_size=2, replicas=data_parallel(2), job="first")
+    for batch, steps in ((4, (6, 7, 8)), (8, (5, 6, 7))):
+        home.batch = batch
+        for step in steps:
+            name = home.put(step, "_1" if batch == 8 else "", "gasp")
+            prune(GaspConfig.resolve(tmp_path), LEGACY, home.checkpoints / name.name, place, in_order=by_samples)
+            kept = sorted(path.name for path in home.checkpoints.glob("*.manifest.json"))
+    assert kept == [f"tiny_rank_1-2_{within}.safetensors.manifest.json" for within in (1, 2, 3)]
 
 
 def test_gasp_with_the_random_state_of_each_rank(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lastgasp.mindspore.modelcheckpoint import (
 from lastgasp.mindspore.modelcheckpoint import (
     place_of as place_of_callback,
 )
-from lastgasp.mindspore.probe import probe, told_step
+from lastgasp.mindspore.probe import probe, told_batch, told_step
 
 __all__ = [
     "FORMAT",
@@ -45,5 +45,6 @@ __all__ = [
     "probe",
     "rank_of",
     "read_content",
+    "told_batch",
     "told_step",
 ]

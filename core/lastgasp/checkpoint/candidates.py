@@ -24,6 +24,7 @@ class Candidate:
         manifest: None when `problem` is about the manifest.
         problem: why it cannot be used, whatever its content; None if that depends on verification.
         proven: whether `problem` proves that bytes are bad.
+        samples: trained on in all, where steps of several sizes lie side by side; then it takes the place of `step`.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class Candidate:
     manifest: Manifest | None = None
     problem: str | None = None
     proven: bool = False
+    samples: int | None = None
 
     @property
     def created_ns(self) -> int:
@@ -40,7 +42,8 @@ class Candidate:
     @property
     def age_key(self) -> tuple[int, int, str]:
         """Sorts by step, then creation time; the path makes the order the same on every rank."""
-        return (-1 if self.step is None else self.step, self.created_ns, str(self.path))
+        count = self.step if self.samples is None else self.samples
+        return (-1 if count is None else count, self.created_ns, str(self.path))
 
 
 def candidates(directories: Iterable[Path], layout: Layout, job: str | None = None) -> list[Candidate]:

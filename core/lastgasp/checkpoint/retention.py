@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,12 +32,14 @@ class Counted:
         kind: gasps, or periodic checkpoints, which only their writer removes.
         job: only those of this job; None: of any. since_ns: and only what was saved since then.
         fit: only those of this training of the script; None: of any.
+        in_order: puts them in another order, newest first.
     """
 
     kind: Kind = "gasp"
     job: str | None = None
     since_ns: int = 0
     fit: int | None = None
+    in_order: Callable[[list[Candidate]], list[Candidate]] = list
 
 
 def to_remove(
@@ -61,15 +63,22 @@ def to_remove(
 
 
 def prune(
-    config: GaspConfig, layout: Layout, newest: Path, place: Place, *, kind: Kind = "gasp", fit: int | None = None
+    config: GaspConfig,
+    layout: Layout,
+    newest: Path,
+    place: Place,
+    *,
+    kind: Kind = "gasp",
+    fit: int | None = None,
+    in_order: Callable[[list[Candidate]], list[Candidate]] = list,
 ) -> None:
     """`newest` was just published: remove what is beyond `config.keep` in its directory. Never raises OSError.
 
     Args:
         place: where the user did not leave the choice to lastgasp (`resume`), those of other jobs stay, and do not
-            count, and so does the one that was named; kind, fit: as in `Counted`.
+            count, and so does the one that was named; kind, fit, in_order: as in `Counted`.
     """
-    counted = Counted(kind=kind, fit=fit)
+    counted = Counted(kind=kind, fit=fit, in_order=in_order)
     if config.resume != "auto":
         counted = replace(counted, job=place.job, since_ns=place.since_ns)
     named = [Path(config.resume).absolute()] if config.resume not in ("auto", "never") else []
@@ -99,7 +108,8 @@ def apply(
         ConfigError: `keep` below 1, or a directory that cannot be listed.
         OSError: the disk refused.
     """
-    found = [one for one in candidates(directories, layout, counted.job) if one.created_ns >= counted.since_ns]
+    listed = counted.in_order(candidates(directories, layout, counted.job))
+    found = [one for one in listed if one.created_ns >= counted.since_ns]
     if counted.fit is not None:
         found = of_fit(found, counted.fit)
     superfluous = to_remove(found, keep, counted.kind, protected)

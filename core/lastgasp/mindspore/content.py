@@ -19,9 +19,9 @@ from typing import IO, Any
 
 from lastgasp._fs import open_regular
 
-STEP, EPOCH, UPDATES = "step_num", "epoch_num", "global_step"
-"""The names under which MindFormers saves completed steps, the epoch, and the optimizer's own count."""
-_NUMBERS = (STEP, EPOCH, UPDATES)
+STEP, EPOCH, UPDATES, BATCH = "step_num", "epoch_num", "global_step", "global_batch_size"
+"""As MindFormers names completed steps, the epoch, the optimizer's own count, and the batch of all ranks."""
+_NUMBERS = (STEP, EPOCH, UPDATES, BATCH)
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 """Size of a number from the digits in its type's name; for complex types they count both halves."""
 _TRAILER, _TRAILER_SIZE = b"crc_num", 17
@@ -41,7 +41,7 @@ class Content:
 
     Args:
         sizes: bytes of each parameter.
-        numbers: those of `step_num`, `epoch_num` and `global_step` that it holds.
+        numbers: those of `_NUMBERS` that it holds.
         checksum: whether it has a checksum, and the checksum is right.
     """
 

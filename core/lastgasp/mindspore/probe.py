@@ -6,6 +6,7 @@ is a valid file, which MindSpore loads (mindformers.md §5): it is detected by c
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from lastgasp.checkpoint import Damage, Verdict
 from lastgasp.checkpoint.adopt import data_files
-from lastgasp.mindspore.content import EPOCH, STEP, Content, Unreadable, read_content
+from lastgasp.mindspore.content import BATCH, EPOCH, STEP, Content, Unreadable, read_content
 from lastgasp.mindspore.layout import ITERATIONS, LEGACY, rank_of
 from lastgasp.ports import Layout
 
@@ -38,6 +39,22 @@ def told_step(checkpoint: Path, layout: Layout) -> int | None:
         content = content_of(path) if path.suffix in _DATA else None
         if isinstance(content, Content) and content.step is not None:
             return content.step
+    return None
+
+
+def told_batch(checkpoint: Path, layout: Layout) -> int | None:
+    """The samples of a step according to its content, as `told_step`."""
+    if layout is ITERATIONS:
+        try:
+            told = json.loads((checkpoint / "common.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        batch = told.get(BATCH) if isinstance(told, dict) else None
+        return batch if isinstance(batch, int) and batch > 0 else None
+    for _, path in sorted(data_files(checkpoint, layout).items()):
+        content = content_of(path) if path.suffix in _DATA else None
+        if isinstance(content, Content) and content.numbers.get(BATCH, 0) > 0:
+            return content.numbers[BATCH]
     return None
 
 

@@ -19,6 +19,7 @@ from lastgasp.adapter.mindspore import (
     ModelCheckpointLayout,
     layout_of,
     rank_of,
+    told_batch,
     told_step,
 )
 from lastgasp_mindformers.tracker import read_meta, read_tracker
@@ -59,7 +60,7 @@ class CheckpointCatalog:
         """Newest first. Raises ConfigError when a directory cannot be listed."""
         listed = [(c, layout) for folder, layout in self.places for c in candidates([folder], layout)]
         found = [self._judged(c, layout) for c, layout in listed if not self._is_apart(c, layout)]
-        return sorted(found, key=lambda c: c.age_key, reverse=True)
+        return by_samples(found)
 
     def put_back(self) -> None:
         """Return what a gasp that was killed had moved aside; for rank 0, before it lists."""
@@ -159,6 +160,21 @@ class CheckpointCatalog:
         if extra:
             return f"has no manifest and files of {extra[-1] + 1} ranks, and this job has {self.ranks}"
         return None if candidate.step is not None else "does not say how many steps it holds"
+
+
+def by_samples(found: Iterable[Candidate]) -> list[Candidate]:
+    """Newest first. A resume with another global batch size makes MindFormers count in steps of that size from then on.
+
+    What does not tell its own counts as the largest: it is tried too early rather than passed over.
+    """
+    listed = list(found)
+    batches = {c.path: told_batch(c.path, way) for c in listed if (way := layout_of(c.path)) in (LEGACY, ITERATIONS)}
+    if len(known := {batch for batch in batches.values() if batch}) > 1:
+        listed = [
+            c if c.step is None else dataclasses.replace(c, samples=c.step * (batches.get(c.path) or max(known)))
+            for c in listed
+        ]
+    return sorted(listed, key=lambda c: c.age_key, reverse=True)
 
 
 def catalog_of(

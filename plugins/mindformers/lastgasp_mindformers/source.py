@@ -17,6 +17,7 @@ from lastgasp.adapter.files import DISK, unique_temp
 from lastgasp.adapter.mindspore import encode_aux
 from lastgasp.adapter.testing import faults
 from lastgasp_mindformers.aux_state import Numbers, Statistic, decode
+from lastgasp_mindformers.listing import by_samples
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.targets import Target
 
@@ -139,7 +140,7 @@ class MindSporeSource:
         target, layout = result.staged.target, result.where.layout
         about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(target, layout))
         kept = result.publish(parts, about, result.where.markers, self.present)
-        prune(self._config, layout, target, self._writer.place)
+        prune(self._config, layout, target, self._writer.place, in_order=by_samples)
         return kept
 
     def discard(self, result: SaveResult) -> None:
