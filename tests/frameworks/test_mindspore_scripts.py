@@ -97,3 +97,10 @@ def test_a_later_trainings_files_are_not_those_of_the_first(tmp_path: Path, seco
         assert finished.returncode == 0, finished.output
     later = [1, 2, 3, 4, 5, 6, 7, 8]
     assert job(tmp_path, "folds").steps(0) == [[1, 2, 3, 4, *later], later], finished.output
+
+
+def test_data_that_are_shuffled_without_a_seed_are_named(tmp_path: Path) -> None:
+    broken, finished = run(tmp_path, "unseeded", "raises"), run(tmp_path, "unseeded")
+    for each in (broken, finished):
+        assert each.output.count("shuffled without a seed") == 1, each.output
+    assert finished.returncode == 0 and "random augmentations" not in finished.output

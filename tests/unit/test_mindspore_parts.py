@@ -11,7 +11,7 @@ import pytest
 
 from lastgasp.adapter.mindspore import LEGACY, LegacyName
 from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic, decode
-from lastgasp_mindformers.data import changed, described
+from lastgasp_mindformers.data import UNSEEDED, changed, described, not_repeated
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.marks import marked_elsewhere
 from lastgasp_mindformers.targets import iteration_target, legacy_target
@@ -77,6 +77,28 @@ def test_data_that_have_changed_are_reported_and_not_refused() -> None:
     assert changed(here, described(begun())) == ""
     for other in (begun(41), begun(size=4), SimpleNamespace(batch_num=40, train_dataset=Stage(Stage(Source())))):
         assert here in changed(described(other), here) and described(other) in changed(described(other), here)
+
+
+def test_what_a_resume_does_not_repeat_of_the_data() -> None:
+    class RandomSampler:
+        """As MindSpore's in name."""
+
+    class RandomCrop:
+        """An operation."""
+
+    class ShuffleDataset(Stage):
+        """A stage."""
+
+    def told(*stages: Stage, seeded: bool = True, fast: bool = True, within: int = 1) -> str:
+        return " ".join(not_repeated(Stage(*stages), seeded=seeded, fast=fast, within=within))
+
+    drawn, cropped, plain = Source(), Stage(), Source()
+    vars(drawn)["sampler"], vars(cropped)["operations"] = RandomSampler(), [RandomCrop()]
+    vars(plain).update(sampler=Stage(), shuffle_flag=5)  # the sampler decides
+    assert told(drawn, seeded=False) == UNSEEDED == told(ShuffleDataset(plain), seeded=False)
+    assert told(drawn) == told(drawn, seeded=False, within=0) == told(plain, seeded=False) == ""
+    assert "augmentations" in told(cropped, within=0) and told(cropped, fast=False) == ""
+    assert not_repeated(object(), seeded=False, fast=True, within=1) == []
 
 
 def test_data_that_say_nothing_are_not_compared() -> None:

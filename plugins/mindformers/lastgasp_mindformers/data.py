@@ -7,12 +7,21 @@ a note, not a refusal.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 log = logging.getLogger("lastgasp")
 
 DEEP = 32
 """Most stages of a pipeline that are described."""
+UNSEEDED = (
+    "the training data are shuffled without a seed (mindspore.set_seed sets one): behind a resume in the middle of an "
+    "epoch some of its samples come again and others not at all"
+)
+_DRAWN_ANEW = (
+    "random augmentations behind this resume are others than without the fault. "
+    "mindspore.dataset.config.set_fast_recovery(False) repeats them, by running all the data before it once more"
+)
 
 
 def described(params: Any) -> str:
@@ -39,9 +48,40 @@ def changed(saved: str, now: str) -> str:
     return f"the training data are not those of the checkpoint: {saved} there, {now} here; the step counts continue"
 
 
+def not_repeated(dataset: Any, *, seeded: bool, fast: bool, within: int) -> list[str]:
+    """What of the data is not as it would have been, where training resumes. Never raises.
+
+    Args:
+        dataset: of a plain training; seeded: whether MindSpore's pipelines have a seed.
+        fast: whether it skips what was trained on without running it; within: completed steps of the epoch.
+    """
+    try:
+        stages = list(_chain(dataset))
+        told = [UNSEEDED] if not seeded and within and any(map(_shuffles, stages)) else []
+        return told + [_DRAWN_ANEW] * (seeded and fast and any(map(_augments, stages)))
+    except Exception as error:  # as above
+        log.debug("the training data do not say what they are: %s", error)
+        return []
+
+
+def _shuffles(stage: Any) -> bool:
+    sampler = getattr(stage, "sampler", None)
+    if sampler is not None:
+        return "Random" in type(sampler).__name__ or bool(getattr(sampler, "shuffle", False))
+    return type(stage).__name__ == "ShuffleDataset" or getattr(stage, "shuffle_flag", 0) != 0
+
+
+def _augments(stage: Any) -> bool:
+    return any("Random" in type(one).__name__ for one in getattr(stage, "operations", None) or ())
+
+
 def _stages(dataset: Any) -> list[str]:
-    found: list[str] = []
-    while dataset is not None and len(found) < DEEP:
-        found.append(type(dataset).__name__)
+    return [type(stage).__name__ for stage in _chain(dataset)]
+
+
+def _chain(dataset: Any) -> Iterator[Any]:
+    for _ in range(DEEP):
+        if dataset is None:
+            return
+        yield dataset
         dataset = next(iter(getattr(dataset, "children", None) or ()), None)
-    return found

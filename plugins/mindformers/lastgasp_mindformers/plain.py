@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 
 from lastgasp.adapter import CheckpointError, Layout
+from lastgasp_mindformers import data
 from lastgasp_mindformers.preload import FilePreload
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.reload import MindFormersSelector
 
 log = logging.getLogger("lastgasp")
+
+_NO_SEED = 5489
+"""What `get_seed` says where none was set."""
 
 
 def load(
@@ -45,6 +49,13 @@ def load(
     if arguments.get("initial_epoch"):  # the user's own count of epochs, in which the file is named
         begun = choice.epoch if choice.within >= size else choice.epoch - 1
     return arguments | {"initial_epoch": begun}, choice.aux
+
+
+def not_repeated(dataset: Any, step: int) -> list[str]:
+    """What of these data is not as it would have been behind a resume from that step."""
+    config = mindspore.dataset.config
+    seeded, fast = config.get_seed() != _NO_SEED, config.get_fast_recovery()
+    return data.not_repeated(dataset, seeded=seeded, fast=fast, within=step % int(dataset.get_dataset_size()))
 
 
 def _into(network: Any, path: Path, values: Any) -> None:

@@ -13,7 +13,7 @@ from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN
 from lastgasp_mindformers import begun, later
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later
-from lastgasp_mindformers.data import changed, described
+from lastgasp_mindformers.data import UNSEEDED, changed, described
 from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exit_files import ExitFiles
 from lastgasp_mindformers.exits import kind_of, verdict_of
@@ -22,7 +22,7 @@ from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.monitors import is_monitor, searched
 from lastgasp_mindformers.native import Iterations, monitor_of, native_of
-from lastgasp_mindformers.plain import load
+from lastgasp_mindformers.plain import load, not_repeated
 from lastgasp_mindformers.ranks import connect, dated, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
 from lastgasp_mindformers.source import MindSporeSource, Writer
@@ -158,6 +158,11 @@ class Run:
             own_count = arguments.get("initial_epoch")
             arguments, self._aux = load(self.selector, network, arguments, self._searched(others))
             self._epochs = int(arguments["initial_epoch"]) if own_count else 0
+            if self.selector.resumed:
+                for why in not_repeated(self._dataset, self.selector.resumed):
+                    self.session.note(why)
+            elif self.place.rank == 0 and UNSEEDED in not_repeated(self._dataset, 1):
+                log.warning("%s", UNSEEDED)
         self._bind(network)
         if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
             log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])

@@ -47,6 +47,14 @@ def made() -> tuple[Any, Any, Any]:
     return Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.01, 0.9)), dataset, net
 
 
+def unseeded(folder: Path, fails: str) -> None:
+    """Shuffled anew at each start."""
+    model, dataset, _ = made()
+    ms.dataset.config.set_seed(5489)
+    more = [Fails(6)] if fails else []
+    model.train(2, dataset, callbacks=[Losses(), *more, LastGasp(str(folder / "ckpts"))])
+
+
 def inline(folder: Path, fails: str) -> None:
     """The line of the documentation: `model.train` is looked up before its arguments are evaluated."""
     model, dataset, _ = made()
