@@ -11,7 +11,7 @@ import pytest
 
 from lastgasp.adapter.mindspore import LEGACY, LegacyName
 from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic, decode
-from lastgasp_mindformers.data import UNSEEDED, changed, described, not_repeated
+from lastgasp_mindformers.data import UNSEEDED, changed, described, not_repeated, steps_of_epoch
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.marks import marked_elsewhere
 from lastgasp_mindformers.targets import iteration_target, legacy_target
@@ -99,6 +99,16 @@ def test_what_a_resume_does_not_repeat_of_the_data() -> None:
     assert told(drawn) == told(drawn, seeded=False, within=0) == told(plain, seeded=False) == ""
     assert "augmentations" in told(cropped, within=0) and told(cropped, fast=False) == ""
     assert not_repeated(object(), seeded=False, fast=True, within=1) == []
+
+
+@pytest.mark.parametrize(
+    ("sinks", "sink", "device", "steps"),
+    [(True, 10, "Ascend", 10), (True, -1, "Ascend", 40), (False, 10, "Ascend", 40), (True, 10, "CPU", 40)],
+)
+def test_an_epoch_of_a_sink_size_has_that_many_steps(sinks: bool, sink: int, device: str, steps: int) -> None:
+    given = {"train_dataset": SimpleNamespace(get_dataset_size=lambda: 40)}
+    assert steps_of_epoch(given | {"dataset_sink_mode": sinks, "sink_size": sink}, device) == steps
+    assert steps_of_epoch(given, device) == 40
 
 
 def test_data_that_say_nothing_are_not_compared() -> None:

@@ -7,7 +7,7 @@ a note, not a refusal.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 log = logging.getLogger("lastgasp")
@@ -46,6 +46,14 @@ def changed(saved: str, now: str) -> str:
     if not saved or not now or saved == now:
         return ""
     return f"the training data are not those of the checkpoint: {saved} there, {now} here; the step counts continue"
+
+
+def steps_of_epoch(arguments: Mapping[str, Any], device: str) -> int:
+    """Of what this `Model.train` counts as one: where data sink, `sink_size` steps. On CPU they never do."""
+    sink = int(arguments.get("sink_size") or -1)
+    if arguments.get("dataset_sink_mode") and sink > 0 and device != "CPU":
+        return sink
+    return int(arguments["train_dataset"].get_dataset_size())
 
 
 def not_repeated(dataset: Any, *, seeded: bool, fast: bool, within: int) -> list[str]:

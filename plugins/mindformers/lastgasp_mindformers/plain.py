@@ -42,7 +42,7 @@ def load(
     if choice is None:
         return arguments, b""
     dataset = arguments["train_dataset"]
-    size = int(dataset.get_dataset_size())
+    size = data.steps_of_epoch(arguments, mindspore.get_context("device_target"))
     dataset.set_init_step(choice.step)
     log.info("resuming after step %d of %s", choice.step, choice.path)
     begun = choice.step // size
