@@ -96,3 +96,33 @@ def test_what_is_not_there_yet() -> None:
     assert digests_of({"lazy": lazy, "meta": on_meta}, {"lbfgs": torch.optim.LBFGS(on_meta.parameters())}).keys() == {
         "lazy", "meta", "lbfgs"
     }  # fmt: skip
+
+
+class Quantized(Tensor):
+    """Consists of two others, and can hardly do anything, as torchao's `OptimState8bit`."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        """As torch wants it."""
+        return ["codes", "scale"], []
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(func)
+
+
+def test_a_tensor_that_consists_of_others() -> None:
+    one, same = (Quantized(torch.arange(4, dtype=torch.uint8), torch.ones(1)) for _ in range(2))
+    others = [Quantized(one.codes + 1, one.scale), Quantized(one.codes, one.scale * 2), torch.zeros(4)]
+    assert digest([one]) == digest([same]) and digest([one]) not in map(digest, ([other] for other in others))

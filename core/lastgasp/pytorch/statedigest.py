@@ -72,6 +72,10 @@ def _add(hasher: xxhash.xxh3_128, tensor: Tensor) -> None:
     hasher.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device.type}".encode())
     if tensor.device.type == "meta" or not tensor.numel():
         return
+    if hasattr(tensor, "__tensor_flatten__"):  # its memory is that of other tensors, as of torchao's quantized ones
+        for name in tensor.__tensor_flatten__()[0]:
+            _add(hasher, getattr(tensor, name))
+        return
     if tensor.layout is not torch.strided or tensor.is_quantized:
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor.int_repr()
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
