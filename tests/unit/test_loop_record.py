@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.errors import CheckpointError
+from lastgasp.errors import CheckpointError, NotSaveable
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.aux_state import NOTHING, AuxRecorder, Since, decode_aux
 from lastgasp.pytorch.loop.copies import Copies
@@ -155,6 +155,50 @@ def test_a_survivor_notes_that_rank_0s_buffers_died_with_its_device(tmp_path: Pa
         [note] = run.dump(1, {0: own})[KEY]["notes"]
         run.place, run.rank = place, 0
     assert "those of rank 1" in note
+
+
+def with_weights() -> Any:
+    """Quantized ones, in a buffer that is kept where it lies."""
+    module: Any = nn.Module()
+    module.register_buffer("qweight", torch.ones(1 << 16).to_sparse())
+    return module
+
+
+def test_a_large_buffer_on_a_device_is_copied_once_while_it_is_the_same() -> None:
+    module = with_weights()
+    with contextlib.closing(AuxRecorder((), module)) as recorder:
+        for step in range(1, 6):
+            recorder.capture(step, settled=False)
+            recorder.capture(step, settled=True)
+        slots = recorder.buffers._slots
+        assert len(slots) > 2 and len({id(slot.targets[0]) for slot in slots}) == 1
+        assert slots[0].targets[0] is not None and slots[0].targets[0] is not module.qweight
+        module.qweight._values().mul_(2)  # counted by the values alone, as nobody could know
+        module.qweight = module.qweight.clone()
+        recorder.capture(6, settled=True)
+        assert recorder.buffers.on_device(6)["qweight"].to_dense().sum() == 2 << 16
+        assert recorder.buffers.on_device(5)["qweight"].to_dense().sum() == 1 << 16
+
+
+def test_a_buffer_without_room_for_a_copy_costs_protection_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    module = with_weights()
+    same = module.qweight.clone()
+    monkeypatch.setattr(Tensor, "clone", refused)
+    with contextlib.closing(AuxRecorder((), module)) as recorder:
+        for step in (1, 2):
+            recorder.capture(step, settled=True)
+        assert recorder.buffers.on_device(2)["qweight"].to_dense().sum() == 1 << 16
+        module.qweight = same
+        with pytest.raises(NotSaveable, match="qweight has changed"):
+            recorder.buffers.on_device(2)
+        recorder.capture(3, settled=True)
+        assert "qweight" in recorder.buffers.on_device(3)
+    assert caplog.text.count("no copy of the buffer qweight can be kept") == 1
 
 
 def test_a_position_without_random_state() -> None:

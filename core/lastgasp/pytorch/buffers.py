@@ -7,6 +7,7 @@ boundary that a gasp saves; parameters are not. Hence buffers are copied at each
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lastgasp.errors import NotSaveable
 from lastgasp.pytorch.compiled import compiled
+
+log = logging.getLogger("lastgasp")
 
 # Buffers up to this many bytes are copied at every boundary. The fused batch norm changes its statistics without
 # counting it in `_version` (seen with torch 2.13), so that only large buffers (masks, tables) may rely on it.
@@ -112,32 +116,40 @@ class BufferRecorder:
             Resized: what the slot holds is not complete; `refresh` first.
         """
         if self._where:
-            self._slots[slot].copy(step)
+            self._slots[slot].copy(step, self._slots)
 
     def differ(self, one: int, other: int) -> bool:
         """Whether the copies in two slots differ, as far as the host can tell without waiting for a device."""
         return bool(self._where) and self._slots[one].differs(self._slots[other])
 
     def on_device(self, step: int) -> dict[str, Tensor]:
-        """The newest copies of `step` that only this process has (on an accelerator, sparse): key -> tensor."""
+        """The newest copies of `step` that only this process has (on an accelerator, sparse): key -> tensor.
+
+        Raises:
+            NotSaveable: there was no memory for one, and it has changed.
+        """
         slots = [s for s in self._slots if s.step == step]
         if not slots:
             return {}
         newest = max(slots, key=lambda s: s.order)
-        rows = zip(self.names, newest.targets, strict=True)
-        return {name: t for name, t in rows if not _in_host_memory(t)}
+        away = set(self.away)
+        return {name: newest.value(i) for i, name in enumerate(self.names) if name in away}
 
 
 class _BufferSlot:
     order_now = 0
 
     def __init__(self, where: dict[str, _Where], offsets: dict[str, int], view: memoryview) -> None:
-        self._where, self._view = list(where.values()), view
+        self._names, self._where, self._view = list(where), list(where.values()), view
         live = self._live()
-        self.targets = [
-            _view(view, offsets[name], t.dtype, t.shape) if name in offsets else t.detach().clone()
+        self.targets: list[Any] = [
+            _view(view, offsets[name], t.dtype, t.shape)
+            if name in offsets
+            else t.detach().clone() if _is_strided(t) and _nbytes(t) <= _always(t) else None
             for name, t in zip(where, live, strict=True)
         ]
+        self._away = {i for i, target in enumerate(self.targets) if target is None}
+        self._no_room = set[int]()
         self._offsets = [offsets.get(name, 0) for name in where]
         strided = [i for i, t in enumerate(live) if _is_strided(t)]
         self._small = [i for i in strided if _nbytes(live[i]) <= _always(live[i])]
@@ -164,15 +176,15 @@ class _BufferSlot:
         self._rest = [i for i in self._small if i not in plain]
         self._rest_targets = [self.targets[i] for i in self._rest]
 
-    def copy(self, step: int) -> None:
-        """Copy them as they stand."""
+    def copy(self, step: int, slots: list[_BufferSlot]) -> None:
+        """Copy them as they stand; `slots`: all of them, which this one must not hold (a cycle of views)."""
         if self.fast is not None and not self.fast.copy():
             self._by_torch(self._small, [self.targets[i] for i in self._small])
             self.follow()
         elif self._rest:
             self._by_torch(self._rest, self._rest_targets)
         if self._large or self._sparse:
-            self._copy_if_changed()
+            self._copy_if_changed(slots)
         _BufferSlot.order_now += 1
         self.step, self.order = step, _BufferSlot.order_now
 
@@ -190,16 +202,50 @@ class _BufferSlot:
             raise Resized
         torch._foreach_copy_(targets, live)
 
-    def _copy_if_changed(self) -> None:
+    def _copy_if_changed(self, slots: list[_BufferSlot]) -> None:
         live = self._live()
         for i in (*self._large, *self._sparse):
             if self._seen[i].changed(live[i]):
-                if i in self._sparse:  # it need not have as many values as before
-                    self.targets[i] = live[i].detach().clone()
+                if i in self._away:
+                    self._copy_away(i, live[i], slots)
                 elif self.targets[i].shape != live[i].shape:
                     raise Resized
                 else:
                     self.targets[i].copy_(live[i].detach())
+
+
+    def _copy_away(self, i: int, live: Tensor, slots: list[_BufferSlot]) -> None:
+        """Slots that have seen the same value share a copy: quantized weights are buffers, as large as a model."""
+        others = [slot for slot in slots if slot is not self]
+        for slot in others:
+            if slot.targets[i] is not None and not slot._seen[i].differs_from(live):
+                self.targets[i] = slot.targets[i]
+                return
+        target = self.targets[i]
+        shared = any(slot.targets[i] is target for slot in others)
+        same = target is not None and not shared and (target.shape, target.layout) == (live.shape, torch.strided)
+        if same:
+            target.copy_(live.detach())
+            return
+        self.targets[i] = target = None
+        if i in self._no_room or any(i in slot._no_room for slot in others):
+            return
+        try:
+            self.targets[i] = live.detach().clone()
+        except RuntimeError as error:  # no memory for it; torch.OutOfMemoryError is one
+            self._no_room.add(i)
+            log.warning("no copy of the buffer %s can be kept (%s): a fault in a step that changes it may cost a step",
+                        self._names[i], str(error).splitlines()[0])  # fmt: skip
+
+    def value(self, i: int) -> Tensor:
+        """Of one that is not in host memory, as it was copied."""
+        found: Tensor | None = self.targets[i]
+        if found is not None:
+            return found
+        live = self._live()[i]
+        if self._seen[i].differs_from(live):
+            raise NotSaveable(f"the buffer {self._names[i]} has changed since, and there was no memory for a copy")
+        return live.detach()
 
 
 class Seen:
