@@ -41,4 +41,6 @@ def may_pass(error: BaseException) -> bool:
     """
     if isinstance(error, OSError) and error.errno is not None and is_lost(error.errno):
         return False  # it has printed where nobody reads
+    if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):
+        return False  # torch's: from then on this process can do nothing on its device
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)

@@ -106,7 +106,7 @@ class Quantized(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
         self.codes, self.scale = codes, scale
@@ -116,7 +116,7 @@ class Quantized(Tensor):
         return ["codes", "scale"], []
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale)
         raise NotImplementedError(func)

@@ -84,6 +84,10 @@ class Accelerator:
         """As `torch.cuda`'s."""
         return self.capturing
 
+    def is_initialized(self) -> bool:
+        """It has been used."""
+        return True
+
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         """Nothing follows from it here."""

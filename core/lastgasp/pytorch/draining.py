@@ -16,12 +16,14 @@ DRAIN = 5.0
 def drain() -> None:
     """Let queued work end before its process groups are aborted: an abort during transfers can cost the whole node.
 
-    Not tested: no machine with several accelerators was at hand.
+    Run with a stand-in alone: no machine with several accelerators was at hand.
     """
-    cuda: Any = torch.cuda  # its calls are not annotated
-    if not cuda.is_initialized():
+    kind = torch.accelerator.current_accelerator()
+    module: Any = torch.get_device_module(kind) if kind is not None else None
+    begun = getattr(module, "is_initialized", None)
+    if begun is None or not begun():
         return
-    deadline, done = _clock.monotonic() + DRAIN, cuda.Event()
-    done.record()
+    deadline, done = _clock.monotonic() + DRAIN, module.Event()
+    done.record(module.current_stream())
     while not done.query() and _clock.monotonic() < deadline:
         os.sched_yield()
