@@ -45,12 +45,13 @@ def test_a_users_first_epoch_is_known_to_a_resume(tmp_path: Path) -> None:
     assert job(tmp_path, "later").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], finished.output
 
 
-def test_what_onrequestexit_has_left_is_not_loaded_over_a_resume(tmp_path: Path) -> None:
+def test_what_callbacks_have_left_is_not_loaded_over_a_resume(tmp_path: Path) -> None:
     assert run(tmp_path, "leaves", "raises").returncode != 0
     finished = run(tmp_path, "leaves")
     assert finished.returncode == 0, finished.output
     assert job(tmp_path, "leaves").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8]], finished.output
-    assert "net_train.ckpt over step 6" in finished.output
+    for file in ("net_train.ckpt", "backup.ckpt"):
+        assert f"{file} over step 6" in finished.output
 
 
 def test_behind_a_resume_others_read_all_of_the_training_data(tmp_path: Path) -> None:

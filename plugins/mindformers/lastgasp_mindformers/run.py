@@ -15,9 +15,9 @@ from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later
 from lastgasp_mindformers.data import UNSEEDED, changed, described
 from lastgasp_mindformers.digests import digests_of, unknown_yet
-from lastgasp_mindformers.exit_files import ExitFiles
 from lastgasp_mindformers.exits import kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
+from lastgasp_mindformers.left_files import LeftFiles
 from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.monitors import is_monitor, searched
@@ -111,7 +111,7 @@ class Run:
         self._marks = LoopMarks(self.session)
         self._faults = LoopFaults(place.rank)
         self.life.on_close(self._faults.undo)
-        self._exit_files = ExitFiles()
+        self._left_files = LeftFiles()
         self._aux = b""
         self._seen = self._epochs = 0
         self._dataset: Any = None
@@ -218,13 +218,13 @@ class Run:
     def others_load(self, params: Any) -> None:
         """Before the other callbacks where training or evaluation begins: one may load over what was resumed from."""
         if self.selector.resumed is not None:
-            for file in self._exit_files.hide(params.list_callback):
+            for file in self._left_files.hide(params.list_callback):
                 step = self.selector.resumed
-                self.session.note(f"OnRequestExit would have loaded {file} over step {step}: it was left alone")
+                self.session.note(f"a callback of MindSpore's would have loaded {file} over step {step}: left alone")
 
     def others_loaded(self) -> None:
         """Behind them."""
-        self._exit_files.show()
+        self._left_files.show()
 
     def begin(self, params: Any) -> None:
         """Training starts, or resumes from what was loaded."""

@@ -41,7 +41,7 @@ def made(status: RankStatus) -> Any:
         None, aux, status, before_update=status.before_update, step_completed=status.step_completed, finish=10.0
     )
     run._dataset, run._aux, run._ended, run._saves, run._first, run._epochs = None, b"", False, False, False, 0
-    run._exit_files = module.ExitFiles()
+    run._left_files = module.LeftFiles()
     run._network, run.source = nn.Dense(2, 2), MindSporeSource.__new__(MindSporeSource)
     run.selector, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint, OnRequestExit
+from mindspore.train import BackupAndRestore, Callback, CheckpointConfig, Model, ModelCheckpoint, OnRequestExit
 
 from lastgasp_mindformers import LastGasp
 from support.mindspore.losses import Losses
@@ -80,13 +80,14 @@ def later(folder: Path, fails: str) -> None:
 
 
 def leaves(folder: Path, fails: str) -> None:
-    """OnRequestExit, and the file that it has left behind long ago."""
+    """OnRequestExit, the file that it has left behind long ago, and BackupAndRestore with that of its last epoch."""
     model, dataset, _ = made()
     stops = OnRequestExit(save_mindir=False, file_name="net", directory=str(folder / "exit"))
     if fails:
         ms.save_checkpoint(model.train_network, stops.train_name)
     more = [Fails(6)] if fails else []
-    model.train(2, dataset, callbacks=[Losses(), stops, *more, LastGasp(str(folder / "ckpts"))])
+    others = [stops, BackupAndRestore(str(folder / "backup")), *more]
+    model.train(2, dataset, callbacks=[Losses(), *others, LastGasp(str(folder / "ckpts"))])
     if stops.train_name != str(folder / "exit/rank_0/net_train"):
         raise AssertionError(stops.train_name)
 

@@ -1,11 +1,11 @@
-"""OnRequestExit, by a stand-in: what it would load over a resumed training."""
+"""OnRequestExit and BackupAndRestore, by stand-ins: what they would load over a resumed training."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from lastgasp_mindformers.exit_files import ExitFiles
+from lastgasp_mindformers.left_files import LeftFiles
 
 
 class OnRequestExit:
@@ -18,6 +18,16 @@ class OnRequestExit:
 OnRequestExit.__module__ = "mindspore.train.callback._on_request_exit"
 
 
+class BackupAndRestore:
+    """As MindSpore's in name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.backup_file = str(folder / "backup.ckpt")
+
+
+BackupAndRestore.__module__ = "mindspore.train.callback._backup_and_restore"
+
+
 class Other:
     """Has such a name, and is something else."""
 
@@ -26,7 +36,7 @@ class Other:
 
 
 def test_what_it_has_left_is_out_of_its_sight_while_it_may_load(tmp_path: Path) -> None:
-    files, other = ExitFiles(), Other(tmp_path)
+    files, other = LeftFiles(), Other(tmp_path)
     one: Any = OnRequestExit(tmp_path)
     before = dict(vars(one))
     assert files.hide([other, one]) == [] and vars(one) == before
@@ -40,3 +50,12 @@ def test_what_it_has_left_is_out_of_its_sight_while_it_may_load(tmp_path: Path) 
     for _ in range(2):
         files.show()
         assert vars(one) == before
+
+
+def test_a_backup_is_out_of_sight_too(tmp_path: Path) -> None:
+    files, one = LeftFiles(), BackupAndRestore(tmp_path)
+    assert files.hide([one]) == []
+    (tmp_path / "backup.ckpt").touch()
+    assert files.hide([one]) == [f"{tmp_path}/backup.ckpt"] and not Path(one.backup_file).exists()
+    files.show()
+    assert one.backup_file == str(tmp_path / "backup.ckpt")
