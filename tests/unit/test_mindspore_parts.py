@@ -14,6 +14,7 @@ from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic
 from lastgasp_mindformers.data import UNSEEDED, changed, described, not_repeated, steps_of_epoch
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.marks import marked_elsewhere
+from lastgasp_mindformers.monitors import forgetful
 from lastgasp_mindformers.targets import iteration_target, legacy_target
 
 
@@ -114,6 +115,15 @@ def test_an_epoch_of_a_sink_size_has_that_many_steps(sinks: bool, sink: int, dev
 def test_data_that_say_nothing_are_not_compared() -> None:
     unknown = described(SimpleNamespace(batch_num=40, train_dataset=object()))
     assert unknown == "" == changed("", "x") == changed("x", unknown)
+
+
+def test_callbacks_that_begin_anew_at_a_resume_are_named() -> None:
+    def named(kind: str) -> Any:
+        return type(kind, (), {"__module__": "mindspore.train.callback"})()
+
+    assert forgetful([named("LossMonitor"), MFLossMonitor()]) == ""
+    told = forgetful([named("ReduceLROnPlateau"), named("EarlyStopping")])
+    assert told.startswith("EarlyStopping and ReduceLROnPlateau begin anew")
 
 
 def test_a_legacy_checkpoint_is_complete_over_all_ranks() -> None:

@@ -50,6 +50,14 @@ def is_a(callback: Any, kind: str) -> bool:
     return ("mindspore", kind) in _kinds(callback)
 
 
+def forgetful(callbacks: Sequence[Any]) -> str:
+    """What to say of those whose state is in no checkpoint, where training resumes; empty where there is none."""
+    names = [kind for kind in ("EarlyStopping", "ReduceLROnPlateau") if any(is_a(one, kind) for one in callbacks)]
+    if not names:
+        return ""
+    return f"{' and '.join(names)} begin anew at this resume: the best value and the patience spent are in no checkpoint"
+
+
 def is_partial(callback: Any) -> bool:
     """Whether what it saves is no checkpoint of the training: weights alone, or each rank only a part of what is alike.
 

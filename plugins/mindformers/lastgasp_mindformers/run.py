@@ -20,7 +20,7 @@ from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.left_files import LeftFiles
 from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
-from lastgasp_mindformers.monitors import is_monitor, searched
+from lastgasp_mindformers.monitors import forgetful, is_monitor, searched
 from lastgasp_mindformers.native import Iterations, monitor_of, native_of
 from lastgasp_mindformers.plain import load, not_repeated
 from lastgasp_mindformers.ranks import connect, dated, device, place_of, rank_and_size, versions
@@ -243,6 +243,8 @@ class Run:
         done = self._native.completed_before or int(self.selector.resumed or 0)
         if monitor_of(params.list_callback) is None:
             params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks
+        if done and (why := forgetful(params.list_callback)):
+            self.session.note(why)
         self._offset = done - int(params.cur_step_num)
         self._saves = any(is_monitor(callback) for callback in params.list_callback)
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
