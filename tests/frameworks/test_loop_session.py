@@ -854,3 +854,17 @@ def test_parameters_that_change_without_an_update_are_noted(
                     optimizer.step()
     assert session.step == {"told": 260, "accumulated": 1}.get(how, 0)
     assert caplog.text.count("a CUDA graph of the whole step") == (how == "by hand")
+
+
+def test_a_compiled_update_has_the_hooks_before_and_behind_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Traced, what is done before the update could come behind it: parameters then seemed to change before it."""
+    state = tiny()
+    [model], [optimizer] = state.models.values(), state.optimizers.values()
+    update = torch.compile(lambda: optimizer.step(), backend="eager")
+    with Session.open(tmp_path, state=state) as session:
+        for x in session.batches(torch.randn(4, 2, 4)):
+            optimizer.zero_grad()
+            backward(model(x).sum())
+            update()
+    torch.compiler.reset()
+    assert session.step == 4 and "parameters change before the update" not in caplog.text

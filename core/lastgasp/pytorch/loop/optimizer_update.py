@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -146,11 +147,23 @@ class OptimizerUpdate:
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer is about to change parameters."""
+        if torch.compiler.is_dynamo_compiling():
+            _untraced(self._before_step, args, kwargs)
+        else:
+            self._before_step(args, kwargs)
+
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.begin(closure=_has_closure(args, kwargs))
         self._depth += 1
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """It has."""
+        if torch.compiler.is_dynamo_compiling():
+            _untraced(self._after_step, args, kwargs)
+        else:
+            self._after_step(args, kwargs)
+
+    def _after_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth:  # `super().step()` of a derived optimizer has hooks of its own
             return
@@ -165,6 +178,12 @@ class OptimizerUpdate:
     def _before_forward(self, module: Any) -> None:
         if self.in_progress and not self.inside:
             self._waited = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(hook: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """In a step that torch compiles: traced, what the hooks do could come behind the update."""
+    hook(args, kwargs)
 
 
 def _nothing(module: Any) -> None:
