@@ -7,6 +7,7 @@ and a resumed run replays what was due, so that it is bit-equal to the uninterru
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -368,7 +369,8 @@ class LightningState:
         own = self._recorder.read(snapshot.step) if snapshot is not None else None
         aux_states = self._gather(own)
         if snapshot is not None and (self._faulted or len(aux_states) == self._trainer.world_size):
-            checkpoint[KEY] = self._record(snapshot, aux_states)
+            with contextlib.suppress(NotSaveable):  # a buffer has changed of which there is no copy
+                checkpoint[KEY] = self._record(snapshot, aux_states)
 
     def _gather(self, own: bytes | None) -> dict[int, bytes]:
         if self._faulted:  # peers may be dead
