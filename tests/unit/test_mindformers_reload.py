@@ -353,6 +353,28 @@ def test_steps_of_a_larger_batch_are_worth_more(tmp_path: Path, ext: str, manife
     home.went_on_from(21)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_mindformers_converts_from_other_ranks_is_left_to_it(tmp_path: Path, ranks: int) -> None:
+    """Its guide's way to another number of ranks; each rank holds a shard of its own."""
+    home = Home(tmp_path).fill(6, 8)
+    home.ranks = ranks
+    asks = {"load_checkpoint": str(home.checkpoints), "resume_training": True, "use_parallel": True}
+    given = asks | {"auto_trans_ckpt": True}
+    if ranks == 4:
+        with pytest.raises(NoGoodCheckpoint, match="was saved by 2 ranks"):
+            home.steer(asks)
+        for attempt in (0, 1):  # a restart before the first save of its own
+            for config in home.steer(given, attempt=attempt):
+                assert {name: config[name] for name in given} == given and config["selector"].resumed is None
+    home.put(9)
+    for config in home.steer(given, attempt=1, job="first"):
+        assert (config["selector"].resumed, config["auto_trans_ckpt"]) == (9, False)
+    corrupt.truncate(home.file(9, 0), 1000)
+    if ranks == 4:
+        with pytest.raises(NoGoodCheckpoint):
+            home.steer(given, attempt=1, job="first")
+
+
 def test_gasps_of_a_larger_batch_are_kept(tmp_path: Path) -> None:
     home, kept = Home(tmp_path, batch=4), []
     place = Place(rank=0, world_size=2, replicas=data_parallel(2), job="first")

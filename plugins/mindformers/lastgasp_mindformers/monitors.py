@@ -55,7 +55,7 @@ def forgetful(callbacks: Sequence[Any]) -> str:
     names = [kind for kind in ("EarlyStopping", "ReduceLROnPlateau") if any(is_a(one, kind) for one in callbacks)]
     if not names:
         return ""
-    return f"{' and '.join(names)} begin anew at this resume: the best value and the patience spent are in no checkpoint"
+    return f"{' and '.join(names)} begin anew at this resume: their best value and patience are in no checkpoint"
 
 
 def is_partial(callback: Any) -> bool:

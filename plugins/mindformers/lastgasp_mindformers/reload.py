@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgasp.adapter import CheckpointError, CheckpointSelector, Gather, Layout, Options, Place, Preload
+from lastgasp.adapter import (
+    CheckpointError,
+    CheckpointSelector,
+    Gather,
+    Layout,
+    NoGoodCheckpoint,
+    Options,
+    Place,
+    Preload,
+)
 from lastgasp.adapter.checkpoint import Candidate, Trial
 from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName, Unreadable, layout_of, rank_of, read_content
 from lastgasp_mindformers.exits import is_about_content
@@ -26,6 +36,7 @@ from lastgasp_mindformers.steering import (
     ResumeRequest,
     apply,
     check,
+    converts,
     data_of_the_start,
     load_plan_for,
     resume_request_of,
@@ -37,6 +48,8 @@ if TYPE_CHECKING:
     from lastgasp_mindformers.preload import FileOf
 
 log = logging.getLogger("lastgasp")
+
+_OTHER_SIZE = re.compile(r"(?:.*: )?was saved by (\d+) ranks, and this job has \d+")
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,15 @@ class MindFormersSelector:
         self.steered = True
         request = resume_request_of(config, arguments)
         given = request.load is not None and holds_others(request.load)
-        chosen = self._select(self._policy(self._places(request), named=asked_by(request), given=given))
+        try:
+            chosen = self._select(self._policy(self._places(request), named=asked_by(request), given=given))
+        except NoGoodCheckpoint as error:
+            sizes = {found[1] if (found := _OTHER_SIZE.fullmatch(why)) else "" for why in error.reasons.values()}
+            if "" in sizes or not (request.load and request.resume is True and converts(config, arguments)):
+                raise
+            ranks = " or ".join(sorted(sizes))
+            self._note(f"what MindFormers resumes from is not verified by lastgasp: it is converted from {ranks} ranks")
+            return
         self._load_plan = self._load_plan_of(request, chosen)
         if chosen is not None:
             keep(files_of(config, self._place.rank), f"step-{chosen.step}")
@@ -192,7 +213,8 @@ class MindFormersSelector:
         assert name is not None
         try:
             plan = load_plan_for(name, chosen.path.parent, self._place.rank, request.parallel, not request.resume)
-            return dataclasses.replace(plan, step=chosen.step or 0)
+            own = chosen.manifest is not None and self._place.restarted and chosen.manifest.job == self._place.job
+            return dataclasses.replace(plan, step=chosen.step or 0, own=own)
         except OSError as error:
             raise CheckpointError(f"{chosen.path} cannot get another name for MindFormers: {error}") from error
 

@@ -55,6 +55,7 @@ class LoadPlan:
         ext: for `load_ckpt_format`; empty leaves it.
         ours: whether the user did not ask to resume, so that what he set for other weights must not apply.
         step: completed updates of what is loaded.
+        own: whether this job itself has saved it, in an earlier attempt.
     """
 
     load: str
@@ -62,6 +63,7 @@ class LoadPlan:
     ext: str = ""
     ours: bool = False
     step: int = 0
+    own: bool = False
 
 
 def resume_request_of(config: Config, arguments: Config) -> ResumeRequest:
@@ -128,13 +130,18 @@ def apply(plan: LoadPlan, config: Config, arguments: Config) -> None:
         section["load_path"], section["no_load_optim"] = plan.load, not plan.resume
     if plan.ext:
         config["load_ckpt_format"] = plan.ext
-    if plan.load and plan.ours and (config.get("auto_trans_ckpt") or arguments.get("auto_trans_ckpt")):
+    if plan.load and (plan.ours or plan.own) and converts(config, arguments):
         config["auto_trans_ckpt"] = False
         if arguments.get("auto_trans_ckpt"):
             arguments["auto_trans_ckpt"] = False
         log.warning("auto_trans_ckpt was meant for other weights: what this job has saved needs no conversion")
     if plan.load and plan.ours and data_of_the_start(config, arguments):
         _go_on_in_the_data(plan.step, config, arguments)
+
+
+def converts(config: Config, arguments: Config) -> bool:
+    """Whether MindFormers is to convert what it loads from another number of ranks, or another parallel strategy."""
+    return bool(config.get("auto_trans_ckpt") or arguments.get("auto_trans_ckpt"))
 
 
 def data_of_the_start(config: Config, arguments: Config) -> str:
