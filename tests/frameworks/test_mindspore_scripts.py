@@ -88,7 +88,7 @@ def test_exported_weights_are_no_checkpoints_of_the_training(tmp_path: Path) -> 
     assert job(tmp_path, "exports").steps(0) == steps, finished.output
     assert before <= {path.name for path in (tmp_path / "ckpts").iterdir()}
     assert not list((tmp_path / "ckpts").glob("*.unfit*")) and not list((tmp_path / "ckpts").glob("net*.manifest.json"))
-    assert finished.output.count("saved_network or remove_redundancy") == 1
+    assert finished.output.count("saved_network, remove_redundancy or enc_key") == 1
 
 
 @pytest.mark.parametrize("second", ["with", "without"])

@@ -14,7 +14,7 @@ from lastgasp_mindformers.aux_state import VERSION, AuxState, Numbers, Statistic
 from lastgasp_mindformers.data import UNSEEDED, changed, described, not_repeated, steps_of_epoch
 from lastgasp_mindformers.exits import cause_of, is_success, kind_of, verdict_of
 from lastgasp_mindformers.marks import marked_elsewhere
-from lastgasp_mindformers.monitors import forgetful
+from lastgasp_mindformers.monitors import forgetful, is_partial
 from lastgasp_mindformers.targets import iteration_target, legacy_target
 
 
@@ -124,6 +124,15 @@ def test_callbacks_that_begin_anew_at_a_resume_are_named() -> None:
     assert forgetful([named("LossMonitor"), MFLossMonitor()]) == ""
     told = forgetful([named("ReduceLROnPlateau"), named("EarlyStopping")])
     assert told.startswith("EarlyStopping and ReduceLROnPlateau begin anew")
+
+
+@pytest.mark.parametrize("made_by", ["mindspore", "mindformers"])
+def test_what_is_encrypted_cannot_be_resumed_from(made_by: str) -> None:
+    kind = "ModelCheckpoint" if made_by == "mindspore" else "CheckpointMonitor"
+    callback = type(kind, (), {"__module__": f"{made_by}.callback"})()
+    for key in (None, b"0123456789ABCDEF"):
+        callback._config = SimpleNamespace(saved_network=None, remove_redundancy=False, enc_key=key)
+        assert is_partial(callback) is (key is not None and made_by == "mindspore")
 
 
 def test_a_legacy_checkpoint_is_complete_over_all_ranks() -> None:

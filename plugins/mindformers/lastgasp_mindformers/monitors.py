@@ -59,15 +59,15 @@ def forgetful(callbacks: Sequence[Any]) -> str:
 
 
 def is_partial(callback: Any) -> bool:
-    """Whether what it saves is no checkpoint of the training: weights alone, or each rank only a part of what is alike.
+    """Whether what it saves is nothing to resume from: weights alone, a part of what ranks hold alike, or encrypted.
 
-    MindFormers loads the parts of its own CheckpointMonitor itself.
+    MindFormers itself loads what its own CheckpointMonitor saves.
     """
     config = callback._config
     if getattr(config, "saved_network", None) is not None:
         return True
-    parts = bool(getattr(config, "remove_redundancy", False))
-    return parts and ("mindformers", "CheckpointMonitor") not in _kinds(callback)
+    unloadable = bool(getattr(config, "remove_redundancy", False)) or getattr(config, "enc_key", None) is not None
+    return unloadable and ("mindformers", "CheckpointMonitor") not in _kinds(callback)
 
 
 def _kinds(callback: Any) -> set[tuple[str, str]]:

@@ -22,6 +22,7 @@ from lastgasp_mindformers import topology
 from lastgasp_mindformers.aux_state import AuxRecorder
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of
+from lastgasp_mindformers.left_files import LeftFiles
 from lastgasp_mindformers.pynative import PynativeRun, protected
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
@@ -41,7 +42,7 @@ def made(status: RankStatus) -> Any:
         None, aux, status, before_update=status.before_update, step_completed=status.step_completed, finish=10.0
     )
     run._dataset, run._aux, run._ended, run._saves, run._first, run._epochs = None, b"", False, False, False, 0
-    run._left_files = module.LeftFiles()
+    run._left_files = LeftFiles()
     run._network, run.source = nn.Dense(2, 2), MindSporeSource.__new__(MindSporeSource)
     run.selector, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run
