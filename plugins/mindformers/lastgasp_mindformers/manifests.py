@@ -33,7 +33,8 @@ AUX_SUFFIX = "lastgasp.small"
 """The file of auxiliary states inside a directory checkpoint."""
 _PARTIAL = (
     "a ModelCheckpoint with saved_network, remove_redundancy or enc_key saves no checkpoint that a training could "
-    "resume from: its files get no manifest, and a start leaves them alone. What lastgasp saves beside them is not encrypted"
+    "resume from: its files get no manifest, and a start leaves them alone. What lastgasp saves beside them is not "
+    "encrypted"
 )
 
 
