@@ -834,7 +834,7 @@ def test_a_buffer_that_is_made_before_training_is_the_scripts_own(made: bool, tm
     assert session.step == 4
 
 
-@pytest.mark.parametrize("how", ["by hand", "told", "accumulated", "weights swapped"])
+@pytest.mark.parametrize("how", ["by hand", "told", "accumulated", "weights swapped", "diverged"])
 def test_parameters_that_change_without_an_update_are_noted(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -848,6 +848,9 @@ def test_parameters_that_change_without_an_update_are_noted(
             if how in ("by hand", "told") or number == 150:
                 for parameter in model.parameters():
                     parameter.data.mul_(0.99)
+            if how == "diverged" and not number:
+                for parameter in model.parameters():
+                    parameter.data.fill_(float("nan"))
             if how == "accumulated":
                 backward(model(x).sum())
                 if number == 230:

@@ -37,3 +37,11 @@ def test_nothing_is_waited_for_without_one() -> None:
 def test_a_dead_device_fails_again() -> None:
     assert not may_pass(torch.AcceleratorError("CUDA error: device-side assert triggered"))
     assert may_pass(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_torch_2_6_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_accelerator() -> None:
+        raise RuntimeError("no accelerator")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    drain()

@@ -239,6 +239,35 @@ def test_what_no_manager_has_saved_is_neither_chosen_nor_given_to_it(tmp_path: P
     assert stored.state.kept == ("ckpt-10", "ckpt-20")
 
 
+@pytest.mark.parametrize("spoil", ["flip", "unsealed"])
+@pytest.mark.parametrize("name", ["cp-{:04}.ckpt", "epoch{0}-{0}"])
+def test_names_that_have_their_number_elsewhere_are_one_row(tmp_path: Path, name: str, spoil: str) -> None:
+    """Of Keras' ModelCheckpoint the state file names the newest alone."""
+    prefixes_ = [tmp_path / name.format(step) for step in (6, 7)]
+    for step, prefix in zip((6, 7), prefixes_, strict=True):
+        write(prefix, {"w": [float(step)]})
+        if step == 6 or spoil == "flip":
+            seal(prefix, step=step)
+    (tmp_path / NAME).write_bytes(encode(State(prefixes_[1].name, (prefixes_[1].name,))))
+    if spoil == "flip":
+        corrupt.flip_bit(Path(f"{prefixes_[1]}.index"), 20)
+    assert newest_good(tmp_path) == str(prefixes_[0])
+
+
+def test_a_newer_one_of_another_name_is_said_to_be_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = stored_in(tmp_path)
+    put(tmp_path, 500, name="model")
+    assert newest_good(tmp_path) == str(stored.new)
+    assert "model-500, of step 500, was not chosen" in caplog.text
+    for step in (10, 20, 30):
+        corrupt.flip_bit(tmp_path / f"ckpt-{step}.index", 20)
+    with pytest.raises(NoGoodCheckpoint) as caught:
+        newest_good(tmp_path)
+    assert "has another name" in caught.value.reasons[str(tmp_path / "model-500")]
+
+
 def test_where_the_state_file_is_lost_nobody_may_remove_what_several_have_saved(tmp_path: Path) -> None:
     stored = stored_in(tmp_path)
     put(tmp_path, 25, name="best")

@@ -51,10 +51,14 @@ def told_batch(checkpoint: Path, layout: Layout) -> int | None:
             return None
         batch = told.get(BATCH) if isinstance(told, dict) else None
         return batch if isinstance(batch, int) and batch > 0 else None
-    for _, path in sorted(data_files(checkpoint, layout).items()):
+    try:
+        files = sorted(data_files(checkpoint, layout).items())
+    except OSError:
+        return None
+    for _, path in files:
         content = content_of(path) if path.suffix in _DATA else None
-        if isinstance(content, Content) and content.numbers.get(BATCH, 0) > 0:
-            return content.numbers[BATCH]
+        if isinstance(content, Content):  # one that can be read: the ranks are alike in this
+            return content.numbers.get(BATCH) or None
     return None
 
 

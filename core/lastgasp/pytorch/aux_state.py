@@ -181,8 +181,8 @@ class AuxRecorder:
         if not away or not lost:
             return ""
         names = ", ".join(away[:3]) + (", ..." if len(away) > 3 else "")
-        return (f"buffers that are not in host memory ({names}) are those of rank {rank}, because it cannot read those "
-                f"of ranks {lost}: a resume may not be bit-equal")  # fmt: skip
+        return (f"buffers on an accelerator, or sparse ({names}), are those of rank {rank}, because it cannot read "
+                f"those of ranks {lost}: a resume may not be bit-equal")  # fmt: skip
 
     def close(self) -> None:
         """Close the crash-safe buffer; from then on nothing is captured. Idempotent.

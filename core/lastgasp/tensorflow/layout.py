@@ -9,8 +9,6 @@ from pathlib import Path
 
 from lastgasp.checkpoint import ScatteredLayout
 
-from .statefile import stem
-
 FORMAT = "tensorflow"
 """`format` in the manifests."""
 _SHARD = re.compile(r"(.+)\.data-\d{5}-of-(\d{5})")
@@ -40,15 +38,19 @@ class TensorFlowLayout(ScatteredLayout):
 
 
 class OfNames(TensorFlowLayout):
-    """Only prefixes that consist of one of these names, and a number or nothing."""
+    """Only prefixes that are called like one of these but for their numbers: `ckpt-7`, `cp-0007.ckpt`, `epoch3-3`."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
-        self._stems = names
+        self._names = {_unnumbered(name) for name in names}
 
     def discover(self, directory: Path) -> Iterable[Path]:
         """As in the base."""
-        return (path for path in super().discover(directory) if stem(path.name) in self._stems)
+        return (path for path in super().discover(directory) if _unnumbered(path.name) in self._names)
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 LAYOUT = TensorFlowLayout()

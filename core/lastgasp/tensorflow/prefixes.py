@@ -25,6 +25,7 @@ _START_REMEDY = (
     "written without lastgasp and that you trust, or move them and the file `checkpoint` away to start anew."
 )
 
+_OTHER_NAME = "has another name than those in TensorFlow's state file; restore it by its name if it is what you want"
 _FOREIGN_REMEDY = (
     "Not returning None, which would mean an empty directory. Load it by Keras itself, if you trust it, give another "
     "directory, or move it away to start anew."
@@ -98,11 +99,13 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
         ConfigError: the directory cannot be listed.
     """
     folder = _path(directory, "directory")
+    layout = _of_manager(folder)
     try:
-        found = checkpoint.newest_good([folder], _of_manager(folder), quarantine)
+        found = checkpoint.newest_good([folder], layout, quarantine)
     except NoGoodCheckpoint as error:
         if (unsealed := _unsealed(folder)) is None:
-            raise NoGoodCheckpoint(error.directory, error.reasons, _START_REMEDY) from None
+            reasons = {str(one.path): _OTHER_NAME for one in _passed_over(folder, layout)} | dict(error.reasons)
+            raise NoGoodCheckpoint(error.directory, reasons, _START_REMEDY) from None
         log.warning("%s has no manifest; all of TensorFlow's own checksums match, and it gets one now", unsealed)
         seal(unsealed)
         return newest_good(directory, quarantine=quarantine)
@@ -114,6 +117,9 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
             names = ", ".join(path.name for path in others)
             log.warning("%s holds no checkpoint: training begins anew, and those in %s are left alone", folder, names)
         return None
+    for one in _passed_over(folder, layout):
+        if (one.step or 0) > (found.step or 0):
+            log.warning("%s, of step %d, was not chosen: it %s", one.path, one.step, _OTHER_NAME)
     try:
         _repair(folder, found)
     except OSError as error:
@@ -133,9 +139,14 @@ def _of_manager(folder: Path) -> TensorFlowLayout:
     What `Checkpoint.write` makes, the best model say, is in no state file, and need not hold the optimizer.
     """
     state = _read(folder / statefile.NAME)
-    stems = {statefile.stem(Path(name).name) for name in (state.latest, *state.kept)} if state else set()
-    layout = OfNames(frozenset(stems))
+    layout = OfNames([Path(name).name for name in (state.latest, *state.kept)] if state else [])
     return layout if any(True for _ in layout.discover(folder)) else LAYOUT
+
+
+def _passed_over(folder: Path, layout: TensorFlowLayout) -> list[Candidate]:
+    """Sealed checkpoints of other names."""
+    own = set(layout.discover(folder))
+    return [one for one in candidates([folder], LAYOUT) if one.path not in own and one.manifest is not None]
 
 
 def _unsealed(folder: Path) -> Path | None:

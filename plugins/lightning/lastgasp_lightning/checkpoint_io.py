@@ -36,6 +36,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     """
 
     failed = False
+    _apart = False  # a wrapper saves on a thread of its own: what failed is no longer the newest
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
                 type(original).__name__,
             )
             return ours
+        ours._apart = owner is not trainer.strategy
         setattr(owner, name, ours)
         ours._restore = lambda: setattr(owner, name, original)
         return ours
@@ -133,7 +135,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove data, then manifest; nothing where the save that was to take its place has failed."""
-        if self.failed and not is_remote(path):
+        if self.failed and not self._apart and not is_remote(path):
             log.warning("%s is not removed: the checkpoint that was to replace it could not be written", path)
             return
         self._original.remove_checkpoint(path)

@@ -101,7 +101,7 @@ class Boundary(Callback):  # type: ignore[misc]
 
     def on_eval_begin(self, run_context: Any) -> None:
         """Others may load, in an evaluation by `Model.fit`, too."""
-        self._run.others_load(run_context.original_args())
+        self._run.others_load(run_context.original_args(), evaluation=True)
 
     def on_train_step_end(self, run_context: Any) -> None:
         """No other callback has run since."""

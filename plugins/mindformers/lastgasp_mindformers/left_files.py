@@ -24,12 +24,13 @@ class LeftFiles:
     def __init__(self) -> None:
         self._hidden: list[tuple[Any, str, str]] = []
 
-    def hide(self, callbacks: Iterable[Any]) -> list[str]:
+    def hide(self, callbacks: Iterable[Any], *, evaluation: bool = False) -> list[str]:
         """Before the `on_train_begin` or `on_eval_begin` of all of them; returns the files that would be loaded."""
         self.show()
         found: list[str] = []
+        kinds = ("OnRequestExit",) if evaluation else tuple(_NAMES)
         for callback in callbacks:
-            for name, end in (pair for kind, pairs in _NAMES.items() if is_a(callback, kind) for pair in pairs):
+            for name, end in (pair for kind in kinds if is_a(callback, kind) for pair in _NAMES[kind]):
                 path = getattr(callback, name, None)
                 if isinstance(path, str) and os.path.isfile(f"{path}{end}"):
                     self._hidden.append((callback, name, path))

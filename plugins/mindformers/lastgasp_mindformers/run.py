@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +167,16 @@ class Run:
         self._bind(network)
         if int(arguments.get("initial_epoch") or 0) >= int(arguments["epoch"]):
             log.warning("all %s epochs are trained: there is nothing left to do", arguments["epoch"])
-            if self._dataset is not None:
-                self._dataset.set_init_step(0)  # as `step_begin`
+            self._give_data_back()
             return None
+        self.life.on_close(self._give_data_back)
         return arguments
+
+    def _give_data_back(self) -> None:
+        """The loop has its iterator, or will have none: any other reader gets all of the data."""
+        if self._dataset is not None:
+            self._dataset.set_init_step(0)
+            self._dataset = None
 
     def _searched(self, callbacks: list[Any]) -> list[tuple[Path, Layout]]:
         """Where checkpoints of a plain training may be: LastGasp's directory, and those of ModelCheckpoint."""
@@ -215,10 +222,10 @@ class Run:
         self.source.present = self.selector.present
         self.life.bind(self)
 
-    def others_load(self, params: Any) -> None:
+    def others_load(self, params: Any, *, evaluation: bool = False) -> None:
         """Before the other callbacks where training or evaluation begins: one may load over what was resumed from."""
         if self.selector.resumed is not None:
-            for file in self._left_files.hide(params.list_callback):
+            for file in self._left_files.hide(params.list_callback, evaluation=evaluation):
                 step = self.selector.resumed
                 self.session.note(f"a callback of MindSpore's would have loaded {file} over step {step}: left alone")
 
@@ -270,7 +277,8 @@ class Run:
 
     def _regrouped(self) -> None:
         """Record which ranks hold the same, as compared: a parallel mode is no proof."""
-        self.place = self.manifests.writer.place = self.session.place
+        place = replace(self.session.place, since_ns=self.place.since_ns)
+        self.place = self.manifests.writer.place = place
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -286,9 +294,7 @@ class Run:
         Raises:
             Released: a recovery took place.
         """
-        if self._dataset is not None:
-            self._dataset.set_init_step(0)  # the loop has its iterator: any other reader gets all of the data
-            self._dataset = None
+        self._give_data_back()
         if self.state is None:
             return
         coming = self._numbers(params)

@@ -195,7 +195,7 @@ class UnseenUpdates:
                 self._look()
 
     def _look(self) -> None:
-        before, self._values = self._values, [one.clone() for one in self._some()]
+        before, self._values = self._values, [_bytes_of(one) for one in self._some()]
         if len(before) != len(self._values):
             return
         same = all(map(torch.equal, before, self._values))
@@ -213,6 +213,11 @@ class UnseenUpdates:
             if type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous():
                 flat = parameter.detach().view(-1)
                 yield flat[:: max(1, flat.numel() // _VALUES)]
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """A copy; compared as numbers, NaN would differ from itself."""
+    return values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _unreduced(model: DistributedDataParallel) -> int:
