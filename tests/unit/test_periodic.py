@@ -20,6 +20,7 @@ from lastgasp.pytorch.loop.periodic import JOINED, Joined, Periodic
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.queued import QueuedWork
 
 
 class Uneven:
@@ -59,7 +60,8 @@ def run_of(engine: Any, directory: Path, joined: bool, shards: Any = None) -> An
     """Saves, on rank 0."""
     run: Any = object.__new__(Run)
     config, writer = GaspConfig.resolve(directory), SimpleNamespace(place=SimpleNamespace(rank=0))
-    run.recorder, run.marks = SimpleNamespace(read=lambda step: b""), SimpleNamespace(saving=nullcontext)
+    run.recorder = SimpleNamespace(read=lambda step: b"", queued=QueuedWork(()))
+    run.marks = SimpleNamespace(saving=nullcontext)
     run.shards, run._joined = shards, Joined(engine, config, state_of(joined, shards is not None))
     run._periodic = Periodic(engine, writer, config, 0)  # type: ignore[arg-type]
     run.dump = lambda step, aux: pytest.fail("a checkpoint of ranks that are elsewhere")

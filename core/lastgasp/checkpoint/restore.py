@@ -35,8 +35,8 @@ def newest_good(
         quarantine: whether newer ones that are proven bad are moved away, once a good one is found.
         job: when given, checkpoints of other jobs are not used.
         fit: when given, those of other fits are ignored.
-        format: when given, those that a job has saved in another one are ignored; a line in the log says so where
-            there are no others.
+        format: when given, those that a job has saved in another one are ignored, unless there are no others; none
+            of them is moved away then.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none can be trusted. A file without a manifest counts:
@@ -48,10 +48,8 @@ def newest_good(
     if fit is not None:
         found = of_fit(found, fit)
     if format is not None and found:
-        found = [one for one in found if not _of_another_format(one, format)]
-        if not found:
-            _log.warning("all checkpoints in %s were saved there by a session or a framework: none of them is chosen",
-                         ", ".join(map(str, folders)))  # fmt: skip
+        own = [one for one in found if not _of_another_format(one, format)]
+        found, quarantine = own or found, quarantine and bool(own)
     rejected: list[tuple[Candidate, list[str], bool]] = []
     for candidate in found:
         reasons, proven = _judge(candidate, layout)

@@ -110,8 +110,8 @@ def load(
 def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -> str | None:
     """The newest file in `directory` that verifies, by step and time of writing in its manifest; None if it is empty.
 
-    What a session or a framework has saved there is neither chosen nor renamed. Time stamps of files are not looked
-    at. Each process decides alone; what dead processes left half-written goes.
+    What a session or a framework has saved there is chosen only where there is nothing else, and never renamed. Time
+    stamps of files are not looked at. Each process decides alone; what dead processes left half-written goes.
 
     Args:
         directory: searched without its subdirectories.
