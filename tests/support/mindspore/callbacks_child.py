@@ -18,6 +18,7 @@ import lastgasp_mindformers.run as module
 from lastgasp.adapter import AdapterRun, Framework
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers import topology
 from lastgasp_mindformers.aux_state import AuxRecorder
 from lastgasp_mindformers.callback import Boundary, LastGasp
@@ -27,11 +28,14 @@ from lastgasp_mindformers.pynative import PynativeRun, protected
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import MindSporeState
 
+PLACE = Place(rank=1, world_size=2, replicas=data_parallel(2))
+
 
 def made(status: RankStatus) -> Any:
     """A Run whose session, data and files are not there."""
     run: Any = module.Run.__new__(module.Run)
     run.session, run.manifests, run._marks, run._faults = MagicMock(), MagicMock(), MagicMock(), MagicMock()
+    run.place = run.session.place = PLACE
     run.life = AdapterRun.__new__(AdapterRun)
     run.life.session, run.life._training = run.session, run
     run.life.begun, run.life.alike_before = True, False
@@ -70,6 +74,7 @@ def pynative_at(done: int) -> list[int]:
     """What the pynative Trainer's first callback makes of `done` completed steps, four to an epoch."""
     run: Any = PynativeRun.__new__(PynativeRun)
     run.session, run._marks, run._aux, run._weights_only = MagicMock(), MagicMock(), b"", False
+    run.place = run.session.place = PLACE
     run.life, run.manifests, run.source, run._first = MagicMock(), MagicMock(), MagicMock(), False
     run._checkpoint, run.selector = SimpleNamespace(no_load_optim=False), SimpleNamespace(resumed=done)
     run.options = SimpleNamespace(gasp=SimpleNamespace(directory=Path()))
