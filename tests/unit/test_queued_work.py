@@ -94,6 +94,33 @@ def test_the_gate_that_has_opened_again_still_waits_for_the_gradients() -> None:
     assert (training.status.step, training.weights) == (1, 1)
 
 
+def test_a_gate_that_closes_once_more_stops_a_thread_that_still_waits_for_its_gradients() -> None:
+    training = Training()
+    training.peer.clear()
+    raised = list[BaseException]()
+
+    def train() -> None:
+        try:
+            training.step()
+        except Released as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    training.status.hold(60.0)
+    thread.start()
+    for _ in range(2):
+        while not training.status.at_gate:
+            thread.join(0.01)
+        training.status.go_on()
+        training.status.hold(60.0)
+    while not training.status.at_gate:
+        thread.join(0.01)
+    assert (training.status.step, training.status.consistent) == (0, True)
+    training.status.release(given_up("over"))
+    thread.join(60.0)
+    assert raised and training.weights == 0
+
+
 def test_a_gasp_waits_for_the_update_that_was_queued() -> None:
     training, slow = Training(), threading.Event()
     training.module.training.give(slow.is_set)  # the device is busy

@@ -130,6 +130,11 @@ class RankStatus:
         if self._held and self.step >= self._target:
             self._wait_at_gate()
 
+    def not_yet(self) -> None:
+        """Take `before_update` back: the update still waits for a device, and nothing has changed."""
+        with self._gate:
+            self.inside, self.begun = False, self.step
+
     def step_completed(self, step: int) -> None:
         """`step` is completed and captured."""
         self.step = step

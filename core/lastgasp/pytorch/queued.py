@@ -65,9 +65,12 @@ class QueuedWork:
                 before_update()
                 return
             self._record(self._gradients)
-            self._wait(lambda: status.closed)
-            before_update()
-            self._wait(_never)  # the gate was closed, and has opened again
+            while True:
+                self._wait(lambda: status.closed)
+                before_update()
+                if self._done(self._gradients):
+                    return
+                status.not_yet()  # the gate was closed, and has opened again; it may close once more
 
         return wait_then_ask
 
@@ -122,10 +125,6 @@ class QueuedWork:
     def _capturing(self) -> bool:
         asked = getattr(self._module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
-
-
-def _never() -> bool:
-    return False
 
 
 def _warn_of_watchdog(device: torch.device) -> None:
