@@ -313,6 +313,35 @@ def test_a_restart_resumes_from_what_the_job_has_saved(tmp_path: Path) -> None:
     assert (other.load, other.ckpt_step) == (str(tmp_path / "old"), 20)
 
 
+def test_what_else_is_loaded_meanwhile_is_not_that_iteration(tmp_path: Path) -> None:
+    """A teacher of the same number of iterations would be loaded without a word."""
+    stored(tmp_path / "student")
+    stored(tmp_path / "teacher")
+
+    def body(rank: int, gather: Gather) -> list[tuple[str, object, bool]]:
+        own, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
+        args = SimpleNamespace(load=own, save=own, ckpt_step=None, finetune=True)
+        selector = MegatronSelector(args, options_of(args), place(rank, 1), gather)
+        selector.steer()
+        seen = list[tuple[str, object, bool]]()
+
+        def load() -> None:
+            seen.append((Path(args.load).name, args.ckpt_step, args.finetune))
+
+        selector.load_other(load)
+        args.load = teacher
+        selector.load(load)
+        args.load = own
+        selector.load(load)
+        selector.load_other(load)
+        return seen
+
+    other, by_hand, student, behind = as_ranks(2, body)[0]
+    assert (other, behind) == (("student", None, True),) * 2
+    assert by_hand == ("teacher", None, True)
+    assert student == ("student", 20, False)
+
+
 @pytest.mark.parametrize("load", ["old", "new", None])
 def test_options_of_the_start_have_no_part_in_a_restart(tmp_path: Path, load: str | None) -> None:
     """Without the optimizer and the random state each fault would train on with other numbers, and nobody was told."""

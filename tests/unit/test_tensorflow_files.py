@@ -254,6 +254,29 @@ def test_names_that_have_their_number_elsewhere_are_one_row(tmp_path: Path, name
     assert newest_good(tmp_path) == str(prefixes_[0])
 
 
+def test_without_a_manager_the_newest_is_chosen_whatever_its_name(tmp_path: Path) -> None:
+    """Two prefixes by turns, two phases: what lastgasp makes of the state file says nothing about names."""
+    for step, name in ((10, "a"), (20, "a"), (30, "b"), (40, "main-40")):
+        write(tmp_path / name, {"w": [float(step)]})
+        seal(tmp_path / name, step=step)
+        assert newest_good(tmp_path) == str(tmp_path / name)
+    assert newest_good(tmp_path) == str(tmp_path / "main-40")
+    found = parse((tmp_path / NAME).read_bytes())
+    assert found is not None and found.latest == "main-40"
+
+
+def test_one_that_was_never_sealed_does_not_come_before_newer_ones_of_another_name(tmp_path: Path) -> None:
+    """`Checkpoint.save` once, at the start, and `write` from there on."""
+    write(tmp_path / "init-1", {"w": [0.0]})
+    (tmp_path / NAME).write_bytes(encode(State("init-1", ("init-1",))))
+    os.utime(tmp_path / "init-1.index", (1, 1))
+    put(tmp_path, 30, name="step")
+    assert newest_good(tmp_path) == str(tmp_path / "step-30")
+    assert not LAYOUT.manifest_path(tmp_path / "init-1").exists()
+    put(tmp_path, 40, name="other")
+    assert newest_good(tmp_path) == str(tmp_path / "other-40")
+
+
 def test_a_newer_one_of_another_name_is_said_to_be_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

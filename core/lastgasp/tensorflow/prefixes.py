@@ -100,10 +100,13 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
     """
     folder = _path(directory, "directory")
     layout = _of_manager(folder)
+    unsealed = _unsealed(folder)
+    if unsealed is not None and any(_is_newer(one.path, unsealed) for one in _passed_over(folder, layout)):
+        layout, unsealed = LAYOUT, None  # the script seals under other names now
     try:
         found = checkpoint.newest_good([folder], layout, quarantine)
     except NoGoodCheckpoint as error:
-        if (unsealed := _unsealed(folder)) is None:
+        if unsealed is None:
             reasons = {str(one.path): _OTHER_NAME for one in _passed_over(folder, layout)} | dict(error.reasons)
             raise NoGoodCheckpoint(error.directory, reasons, _START_REMEDY) from None
         log.warning("%s has no manifest; all of TensorFlow's own checksums match, and it gets one now", unsealed)
@@ -121,7 +124,7 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
         if (one.step or 0) > (found.step or 0):
             log.warning("%s, of step %d, was not chosen: it %s", one.path, one.step, _OTHER_NAME)
     try:
-        _repair(folder, found)
+        _repair(folder, found, layout is LAYOUT)
     except OSError as error:
         log.warning("%s could not be repaired: %s. Restore from %s", folder / statefile.NAME, error, found.path)
     return str(found.path)
@@ -138,7 +141,8 @@ def _of_manager(folder: Path) -> TensorFlowLayout:
 
     What `Checkpoint.write` makes, the best model say, is in no state file, and need not hold the optimizer.
     """
-    state = _read(folder / statefile.NAME)
+    data = _data(folder / statefile.NAME)
+    state = None if statefile.is_repaired(data) else statefile.parse(data)
     layout = OfNames([Path(name).name for name in (state.latest, *state.kept)] if state else [])
     return layout if any(True for _ in layout.discover(folder)) else LAYOUT
 
@@ -160,7 +164,7 @@ def _unsealed(folder: Path) -> Path | None:
     return None if all_checksums_problem(path) else path
 
 
-def _repair(folder: Path, found: Candidate) -> None:
+def _repair(folder: Path, found: Candidate, of_any_name: bool) -> None:
     older = [c.path for c in reversed(candidates([folder], LAYOUT)) if c.age_key <= found.age_key and exists(c.path)]
     standing = {path: Path(f"{path}.index").stat().st_mtime for path in older}
     path = folder / statefile.NAME
@@ -170,7 +174,7 @@ def _repair(folder: Path, found: Candidate) -> None:
         if new is not None:
             said = "nothing that can be read" if old is None else old.latest
             log.warning("%s named %s; it now names %s", path, said, new.latest)
-            write_atomically(path, statefile.encode(new))
+            write_atomically(path, statefile.encode(new, of_any_name))
 
 
 def _refuse_what_is_named(folder: Path) -> None:
@@ -180,11 +184,23 @@ def _refuse_what_is_named(folder: Path) -> None:
         raise NoGoodCheckpoint(str(folder), {str(folder / state.latest): reason}, _START_REMEDY)
 
 
+def _is_newer(one: Path, other: Path) -> bool:
+    """By when TensorFlow had finished each; the numbers of different names need not count the same."""
+    with contextlib.suppress(OSError):
+        return Path(f"{one}.index").stat().st_mtime_ns > Path(f"{other}.index").stat().st_mtime_ns
+    return False
+
+
 def _read(path: Path) -> statefile.State | None:
+    return statefile.parse(_data(path))
+
+
+def _data(path: Path) -> bytes:
+    """Nothing where it cannot be read."""
     try:
-        return statefile.parse(read_bounded(path, 1 << 20))
+        return read_bounded(path, 1 << 20)
     except OSError:
-        return None
+        return b""
 
 
 def _path(value: object, field: str) -> Path:

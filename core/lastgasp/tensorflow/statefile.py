@@ -16,6 +16,8 @@ _STRING = r'"(?:[^"\\\n]|\\.)*"|' + r"'(?:[^'\\\n]|\\.)*'"
 _FIELD = re.compile(rf"\s*(?P<name>\w+)\s*:\s*(?P<value>(?:(?:{_STRING})\s*)+|[-+.\w]+)\s*[,;]?|\s*#[^\n]*|\s+")
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|(.))", re.S)
 _WRITTEN = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_MARK = b"# by lastgasp: which names are a manager's is not known\n"
+"""A comment, which TensorFlow skips, and leaves out when it writes the file itself."""
 _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
@@ -59,13 +61,18 @@ def parse(data: bytes) -> State | None:
     return State(latest, kept, times, preserved[-1] if preserved else None)
 
 
-def encode(state: State) -> bytes:
-    """The file of `state`, as TensorFlow writes it."""
+def is_repaired(data: bytes) -> bool:
+    """Whether lastgasp has written the file without knowing whose names they are, and TensorFlow has not since."""
+    return data.startswith(_MARK)
+
+
+def encode(state: State, mark: bool = False) -> bytes:
+    """The file of `state`, as TensorFlow writes it; `mark`: for `is_repaired`."""
     lines = [f"model_checkpoint_path: {_quoted(state.latest)}"]
     lines += [f"all_model_checkpoint_paths: {_quoted(name)}" for name in state.kept]
     lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in state.times]
     lines += [] if state.preserved is None else [f"last_preserved_timestamp: {state.preserved!r}"]
-    return "".join(line + "\n" for line in lines).encode()
+    return (_MARK if mark else b"") + "".join(line + "\n" for line in lines).encode()
 
 
 def repaired(old: State | None, directory: Path, chosen: Path, standing: Mapping[Path, float]) -> State | None:

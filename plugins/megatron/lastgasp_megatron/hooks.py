@@ -191,9 +191,9 @@ class Training:
             return around_load(call, args, kwargs)
         undo = without_gloo(argument(call, "optimizer", args, kwargs))
         try:
-            if argument(call, "load_arg", args, kwargs, "load") != "load":
-                return around_load(call, args, kwargs)
-            return run.selector.load(lambda: around_load(call, args, kwargs))
+            own = argument(call, "load_arg", args, kwargs, "load") == "load"
+            load = run.selector.load if own else run.selector.load_other
+            return load(lambda: around_load(call, args, kwargs))
         finally:
             undo()
 

@@ -76,6 +76,7 @@ class MegatronSelector(SelectionPolicy):
         self._ckpt_step, self._load = getattr(args, "ckpt_step", None), args.load
         self._selector = CheckpointSelector(self, gather, is_about_content)
         self._chosen: Candidate | None = None
+        self._steered = args.load
         self._misfits: dict[Path, tuple[Candidate, str]] = {}
         self._put_off: dict[str, Any] = {}
         self._tracker: tuple[Path, str] | None = None
@@ -104,13 +105,24 @@ class MegatronSelector(SelectionPolicy):
             with handed, self._tracked(candidate.path.parent):
                 results.append(call())
 
-        if self._chosen is None:
-            return call()
+        if self._chosen is None or self._args.load != self._steered:
+            return self.load_other(call)
         loaded = self._selector.load(load, self._chosen)
         if loaded is not None and loaded.path != self.asked() and self.place.rank == 0:
             _repair(loaded.path.parent, self.resumed)
         self._set_misfits_aside()
         return results[-1]
+
+    def load_other(self, call: Callable[[], Any]) -> Any:
+        """Have Megatron load something else meanwhile, a teacher for instance, with the options that the user gave."""
+        args = vars(self._args)
+        steered = {name: args[name] for name in ("ckpt_step", *self._put_off) if name in args}
+        given = self._put_off | {"ckpt_step": self._ckpt_step}
+        args.update({name: given[name] for name in steered})
+        try:
+            return call()
+        finally:
+            args.update(steered)
 
     def tracker(self, path: str) -> str:
         """What Megatron shall read for the tracker at `path`."""
@@ -209,7 +221,7 @@ class MegatronSelector(SelectionPolicy):
         elsewhere = self._load is None or Path(self._load).absolute() != path.parent
         if elsewhere and self.place.rank == 0:
             log.warning("loading from %s and not from --load=%s: what is there is newer", path.parent, self._load)
-        self._args.load = str(path.parent) if elsewhere else self._load
+        self._args.load = self._steered = str(path.parent) if elsewhere else self._load
         self._args.ckpt_step = self.resumed = step
         if not by_name:
             self._load_whole(candidate)
