@@ -701,6 +701,21 @@ def test_workers_that_persist_begin_later_in_a_resumed_run(
     assert found == [(2, 0), (2, 1)]
 
 
+def test_the_model_can_be_pickled_and_copied_meanwhile(tmp_path: Path) -> None:
+    """As with `torch.save(model)`; what is loaded elsewhere needs no lastgasp."""
+    state, x = tiny(), torch.ones(1, 4)
+    with Session.open(tmp_path / "ckpts", state=state) as session:
+        model = state.models["model"]
+        torch.save(model, tmp_path / "model.pt")
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x), model(x))
+        step(session, state)
+    asked = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(1, 4)).sum().item()"
+    code = f"import sys, torch; print({asked}, 'lastgasp' in sys.modules)"
+    done = run_job([sys.executable, "-c", code], tmp_path / "log", timeout=60.0, environ=os.environ | {"PYTHONPATH": ""})
+    assert done.output.split() == [str(twin(x).sum().item()), "False"], done.output
+
+
 def test_a_loader_in_use_can_be_copied(tmp_path: Path) -> None:
     data = loader()
     with Session.open(tmp_path, state=tiny()) as s:

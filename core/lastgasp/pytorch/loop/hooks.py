@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,7 @@ def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], N
     if hasattr(module, "_orig_mod"):
         return _around_compiled(module, before, after)
 
-    def first(module: Any, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            before(module)
-
-    def last(module: Any, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            after(module)
-
+    first, last = _Hook(before), _Hook(after)
     handles = [module.register_forward_pre_hook(first), module.register_forward_hook(last, always_call=True)]
 
     def undo() -> None:
@@ -40,6 +34,21 @@ def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], N
             handles.pop().remove()
 
     return undo
+
+
+class _Hook:
+    """In copies of the module, those that are pickled (`torch.save(model)`) included, it does nothing."""
+
+    def __init__(self, event: _Event) -> None:
+        self._event = event
+
+    def __call__(self, module: Any, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._event(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From Python's own library, for whoever loads it without lastgasp: a message below any level is never logged.
+        return functools.partial, (logging.getLogger("lastgasp").log, -1)
 
 
 def _around_compiled(module: Any, before: _Event, after: _Event) -> Callable[[], None]:
