@@ -225,9 +225,8 @@ class Run:
     def others_load(self, params: Any, *, evaluation: bool = False) -> None:
         """Before the other callbacks where training or evaluation begins: one may load over what was resumed from."""
         if self.selector.resumed is not None:
-            for file in self._left_files.hide(params.list_callback, evaluation=evaluation):
-                step = self.selector.resumed
-                self.session.note(f"a callback of MindSpore's would have loaded {file} over step {step}: left alone")
+            for what in self._left_files.hide(params.list_callback, self.selector.resumed, evaluation=evaluation):
+                self.session.note(what)
 
     def others_loaded(self) -> None:
         """Behind them."""
