@@ -99,6 +99,26 @@ def test_it_is_found_by_its_environment(images: Prefork, tmp_path: Path) -> None
     assert images.counts == {"forked: bare": 1}
 
 
+def test_a_command_behind_envs_folder_is_forked_there(images: Prefork, tmp_path: Path) -> None:
+    command, environment = ["env", "-C", str(tmp_path), sys.executable, str(SCRIPT), "facts"], dict(os.environ)
+    for on in (True, False):
+        images.on = on
+        subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL, timeout=120)
+        (tmp_path / "facts").rename(tmp_path / f"facts-{on}")
+    assert images.counts == {"forked: bare": 1}
+    assert facts(tmp_path / "facts-True") == facts(tmp_path / "facts-False")
+
+
+@pytest.mark.parametrize(("backend", "forked"), [("embedded", 1), ("ascend", 0)])
+def test_toy_ranks_that_start_a_controller_are_not_forked(
+    backend: str, forked: int, images: Prefork, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("engine_worker.py"))]  # ends at once: its options are missing
+    environment = os.environ | {"LASTGASP_BACKEND": backend}
+    subprocess.run(command, env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
+    assert images.counts["forked: toy"] == forked
+
+
 def test_another_value_of_what_is_read_at_a_start_is_no_fork(images: Prefork, tmp_path: Path) -> None:
     assert ended(tmp_path / "facts").returncode == 0
     done = ended(tmp_path / "facts", env={"PYTHONHASHSEED": "7"})

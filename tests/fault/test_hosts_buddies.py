@@ -15,9 +15,11 @@ from lastgasp import exitcodes
 from lastgasp.checkpoint import verify
 from lastgasp.gasp.attempt import FROM_BUDDIES
 from lastgasp.pytorch.sharded import LAYOUT
-from support.hosts import needs_hosts, network
+from support.hosts import needs_hosts
 from support.hosts_buddies import APART, GATE, LAST, LIMIT, STEPS, copies, taking_port, training
-from support.hosts_job import START, TORCH, HostsJob, Told
+from support.hosts_job import START, TORCH, Told
+from support.launchers import finish
+from support.launchers import run as launched
 from support.waiting import until
 
 MANY, CUT = 1500, 5.0
@@ -40,12 +42,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     def run(ranks: int) -> dict[int, str]:
         if ranks not in found:
             folder = tmp_path_factory.mktemp("alone")
-            told = Told(folder / "d")
-            with network(folder, "alone") as hosts:
-                job = HostsJob(hosts, [TORCH, "sharded", told.directory, STEPS, 0], "alone", ranks=ranks)
-                job.start()
-                assert job.codes(START + LIMIT) == {"alone": 0}, job.output
-            found[ranks] = told.ends()
+            done = finish(launched(TORCH, "sharded", folder / "d", STEPS, 0, ranks=ranks), folder)
+            assert done.ok, done.output
+            found[ranks] = Told(folder / "d").ends()
         return found[ranks]
 
     return run

@@ -15,7 +15,9 @@ import pytest
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import MARK, marked, read_proc
 from lastgasp.testing.weights import differences
+from support import prefork
 from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, until
+from support.prefork import Prefork
 
 WORKER = SUPPORT / "warm_worker.py"
 READY, REFUSED = "a restart will fork its ranks from a warm process", "a restart will start its ranks anew"
@@ -55,7 +57,9 @@ def facts(directory: Path, what: str, rank: int, attempt: int) -> Any:
 @pytest.mark.parametrize(
     ("shape", "launcher"), [("lightning", run), pytest.param("loop", torchrun, marks=pytest.mark.full)]
 )
-def test_ranks_are_forked_after_a_kill(shape: str, launcher: Any, tmp_path: Path) -> None:
+def test_ranks_are_forked_after_a_kill(
+    shape: str, launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with killed(launcher(WORKER, shape, tmp_path / "d"), tmp_path) as (job, directory):
         until(lambda: READY in job.output, "the warm process is ready")
     assert restart_of(directory) == "warm"
@@ -72,6 +76,7 @@ def test_ranks_are_forked_after_a_kill(shape: str, launcher: Any, tmp_path: Path
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     (undisturbed / "go").touch()
+    monkeypatch.setattr(prefork.images, "on", Prefork().on)  # of this job only the numbers count
     assert finish(torchrun(WORKER, shape, undisturbed), tmp_path, LASTGASP_WARM="off").ok
     assert differences(directory / "final.pt", undisturbed / "final.pt") == []
 

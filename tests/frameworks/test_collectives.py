@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lastgasp.testing.jobs import run_job
+from support import lean
+from support.launchers import finish
 
 pytestmark = pytest.mark.fault
 
-ROOT = Path(__file__).parent.parent.parent
 CHILD = Path(__file__).parent / "collectives_child.py"
 DEFAULT = "0"
 """torch's name of the group of all ranks."""
@@ -23,11 +21,8 @@ DEFAULT = "0"
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of a job of two, and of three, found."""
-    path = os.pathsep.join(str(ROOT / p) for p in ("core", "plugins/lightning", "tests"))
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", str(CHILD), str(request.param), str(folder)]
-    job = run_job(command, folder / "log", timeout=250, environ=environ)
+    job = finish([lean.python(), str(CHILD), str(request.param), str(folder)], folder)
     assert job.ok, job.output[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 

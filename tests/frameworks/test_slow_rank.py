@@ -3,8 +3,6 @@ healthy job. Rates over 20 seeds: `python -m benchmarks slow`."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,10 @@ from lastgasp.steps.report.sample import samples
 from lastgasp.steps.report.saving import saving_of
 from lastgasp.steps.report.sources import locate
 from lastgasp.testing.jobs import run_job
+from support import lean
+from support.launchers import SUPPORT, environment
 from support.slow_job import STEPS, WORLD
 
-ROOT = Path(__file__).parent.parent.parent
-JOB = ROOT / "tests/support/slow_job.py"
 CASES = {
     "data:1:1": [(1, "data")],
     "compute:2:1": [(2, "compute")],
@@ -38,10 +36,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All trainings, in one set of four processes."""
     out = tmp_path_factory.mktemp("profiling")
-    path = os.pathsep.join(str(ROOT / p) for p in ("core", "plugins/lightning", "tests"))
-    command = [sys.executable, "-W", "ignore", str(JOB), "--out", str(out), *CASES]
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    job = run_job(command, out / "log", timeout=LIMIT, environ=environ)
+    command = [lean.python(), str(SUPPORT / "slow_job.py"), "--out", str(out), *CASES]
+    job = run_job(command, out / "log", timeout=LIMIT, environ=environment())
     assert job.ok, job.output[-4000:]
     return out
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lastgasp.launch.warm_process import NoFork, _collecting_orphans, order_for
 from lastgasp.testing.jobs import ends_with_its_parent
-from support.prefork.images import MODULES, image_of
+from support.prefork.images import ALONE, MODULES, image_of
 from support.prefork.order import ROOM, Order, room_for
 from support.prefork.server import BOOT
 
@@ -233,10 +233,10 @@ def installed(prefork: Prefork) -> Iterator[Prefork]:
             self.pid = _fork(prefork, asked)
         except NoFork as error:
             if str(error):
-                prefork.note(f"cold: {error}: {image_of(_words(asked))}")
+                prefork.note(f"cold: {error}: {image_of(_begun_in(asked)[1])}")
             original(self, *arguments)
             return
-        prefork.note(f"forked: {image_of(_words(asked))}")
+        prefork.note(f"forked: {image_of(_begun_in(asked)[1])}")
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in _PIPES))
 
@@ -257,13 +257,15 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def _fork(prefork: Prefork, asked: Mapping[str, Any]) -> int:
-    command = _words(asked)
+    folder, command = _begun_in(asked)
     if not prefork.on or not image_of(command):
         raise NoFork("")
     if any(asked[name] not in allowed for name, allowed in _FORKABLE.items() if name in asked):
         raise NoFork("an option of Popen's")
     given_environment = os.environ if asked["env"] is None else asked["env"]
     environment = {os.fsdecode(name): os.fsdecode(value) for name, value in given_environment.items()}
+    if image_of(command) == "toy" and environment.get("LASTGASP_BACKEND") == "ascend":
+        raise NoFork("")  # rank 0 starts a controller, and its starter ends: an orphan that a fork would collect, too
     plain = order_for(command, environment)
     order = Order(
         command=command,
@@ -275,11 +277,17 @@ def _fork(prefork: Prefork, asked: Mapping[str, Any]) -> int:
         ends_with_parent=asked["preexec_fn"] is ends_with_its_parent,
         ignored=sorted(_ignored() - _RESTORED),
         blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        nested=image_of(command) != "launcher" and (not isinstance(prefork, _Nested) or "-m" in command[1:3]),
+        nested=image_of(command) not in ALONE and (not isinstance(prefork, _Nested) or "-m" in command[1:3]),
     )
     given = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
     streams = [number if number >= 0 else own for own, number in enumerate(given)]
-    return prefork.fork(command, order, streams, os.fspath(asked["cwd"] or "."))
+    return prefork.fork(command, order, streams, folder)
+
+
+def _begun_in(asked: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The working directory and the command, which `env -C FOLDER` becomes without another process."""
+    folder, words = os.fspath(asked["cwd"] or "."), _words(asked)
+    return (os.path.join(folder, words[2]), words[3:]) if words[:2] == ["env", "-C"] else (folder, words)
 
 
 def _ignored() -> set[int]:

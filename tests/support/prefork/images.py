@@ -32,12 +32,18 @@ _LIGHTNING = (*_LOOP, "lightning.pytorch.callbacks", "lastgasp_lightning.entry",
 _TRANSFORMERS = (*_LOOP, "support.train_transformers")  # which sets a variable before it imports them
 
 MODULES = {
-    "bare": ("json", "random", "multiprocessing"), "launcher": _LAUNCHER, "loop": _LOOP, "lightning": _LIGHTNING,
-    "transformers": _TRANSFORMERS,
+    "bare": ("json", "random", "multiprocessing"), "toy": ("support.engine_worker",), "launcher": _LAUNCHER,
+    "loop": _LOOP, "lightning": _LIGHTNING, "transformers": _TRANSFORMERS,
+    "mindspore": ("numpy", "mindspore", "mindspore.train"),
 }  # fmt: skip
+
+ALONE = ("launcher", "toy", "mindspore")
+"""What is forked from these starts nothing of the same kind."""
 
 _SCRIPTS = {
     "prefork_child.py": "bare",
+    "engine_worker.py": "toy",
+    "marks_worker.py": "toy",
     "lightning_digits/train.py": "lightning",
     "train_tiny.py": "lightning",
     "train_tiny_nodes.py": "lightning",
@@ -66,8 +72,21 @@ _SCRIPTS = {
     "train_reused.py": "loop",
     "train_replicated.py": "loop",
     "train_sharded.py": "loop",
+    "train_kept.py": "loop",
+    "train_odd.py": "loop",
+    "hosts_torch.py": "loop",
+    "collectives_child.py": "loop",
+    "train_elastic_lightning.py": "lightning",
+    "train_outs_lightning.py": "lightning",
+    "train_values_lightning.py": "lightning",
+    "warm_worker.py": "lightning",
+    "compare.py": "loop",
+    "trainings_child.py": "mindspore",
 }
 """What each imports at its top, or does not go without. Ranks that import no torch must not find it imported."""
+
+
+_LAUNCHERS = (["-m", "torch.distributed.run"], ["-m", "support.mindx"])
 
 
 def image_of(command: Sequence[str]) -> str:
@@ -75,7 +94,7 @@ def image_of(command: Sequence[str]) -> str:
     program = list(command[2:] if command[1:2] == ["-u"] else command[1:])
     if program[:2] == ["-m", "lastgasp_megatron.start"]:
         del program[:2]  # it runs the script that follows
-    launcher = program[:3] == ["-m", "lastgasp", "run"] or program[:2] == ["-m", "torch.distributed.run"]
+    launcher = (program[:3] == ["-m", "lastgasp", "run"] or program[:2] in _LAUNCHERS) and "mindspore" not in program
     paths = [Path(word) for word in program[: None if launcher else 1]]
     names = (name for path in paths for name in (path.name, f"{path.parent.name}/{path.name}"))
     found = [_SCRIPTS[name] for name in names if name in _SCRIPTS]

@@ -16,7 +16,10 @@ from lastgasp.launch import warm_child
 
 ROOM = "TESTS_PREFORK_ROOM"
 """A variable of the image that is nothing but room for longer environments."""
-NATIVE = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "TORCH_CPP_")
+NATIVE = (
+    "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "TORCH_CPP_",
+    "GLOG_", "MS_",
+)  # fmt: skip
 COPIED = ("TQDM_", "FSSPEC_")
 """Beginnings of the names of variables that interpreter and libraries in C read when they are loaded; and of those that
 a library looks for among all (`server.COPYING`)."""
