@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from lastgasp.gasp import rundir
+
 CONTRACT = Path(__file__).parents[1] / "contract"
 SCALE = "0.2"
 """MindIO's seconds, shortened: 1.6 s to 2.4 s until a dead rank is noticed."""
@@ -44,7 +46,7 @@ class Backend:
         found["TTP_LOG_PATH"] = str(directory / "logs")
         if self.real:
             return found
-        folder = _only(directory / "standins", "mindspore" if self.mindspore else "torch_npu")
+        folder = _only("mindspore" if self.mindspore else "torch_npu")
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         return found | {
             "PYTHONPATH": path,
@@ -54,12 +56,17 @@ class Backend:
         }
 
 
-def _only(folder: Path, framework: str) -> Path:
-    """The stand-ins that are needed and no others: with `taskd` beside them the Session would register there."""
+def _only(framework: str) -> Path:
+    """The stand-ins that are needed and no others: with `taskd` beside them the Session would register there.
+
+    Beside the runtime directory of this run, and the same for all tests: so are the images that their ranks come from.
+    """
+    folder = Path(os.environ[rundir.VARIABLE]).with_name(f"standins-{framework}")
     folder.mkdir(exist_ok=True)
     inside = "ascend_standins_ms" if framework == "mindspore" else "ascend_standins"
     for name, place in (("mindio_ttp", "ascend_standins"), (framework, inside)):
-        (folder / name).symlink_to(CONTRACT / place / name)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(CONTRACT / place / name)
     return folder
 
 
