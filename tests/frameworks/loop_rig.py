@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lastgasp.fits import Fits
@@ -82,6 +84,27 @@ class Counting:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go there."""
         self.at = state["at"]
+
+
+class Masters(Optimizer):
+    """Keeps weights of more bits than the model's, and a number of fewer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Changes the masters, and gives them to the model."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state |= {"master": parameter.double(), "signs": torch.zeros(4, dtype=torch.uint8)}
+            state["master"].sub_(parameter.grad.double(), alpha=0.02)
+            state["signs"].add_(1)
+            parameter.copy_(state["master"])
+        return loss
 
 
 def net() -> nn.Module:
@@ -189,6 +212,7 @@ def run(shape: Shape, folder: Path, cut: int | None = None, **options: Any) -> t
                 "model": {k: v.clone() for k, v in parts.model.state_dict().items()},
                 "other": {k: v.clone() for k, v in parts.other.state_dict().items()},
                 "lr": [g["lr"] for o in parts.optimizers for g in o.param_groups],
+                "states": copy.deepcopy([o.state_dict()["state"] for o in parts.optimizers]),
             }
     except Cut:
         return None, count
@@ -200,4 +224,15 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     wrong = [key for key in ("step", "best", "random", "lr") if a[key] != b[key]]
     for part in ("model", "other"):
         wrong += [f"{part}.{key}" for key in a[part] if not torch.equal(a[part][key], b[part][key])]
-    return wrong
+    return wrong + [f"optimizer {number}" for number, pair in enumerate(zip(a["states"], b["states"], strict=True))
+                    if not _same(*pair)]  # fmt: skip
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from frameworks.loop_rig import Masters
 from lastgasp.errors import NotSaveable
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.resume import Resume
@@ -199,6 +200,8 @@ class Model(L.LightningModule):
                 torch.optim.Adam(self.first.parameters(), lr=0.01),
                 torch.optim.SGD(self.second.parameters(), lr=0.01, momentum=0.9),
             ]
+        if self.optimizer_kind == "masters":
+            return Masters(self.parameters())
         optimizer = StrikingAdam(self.parameters(), lr=0.02)
         optimizer.strike = self.strike_late
         return {"optimizer": optimizer, **self._scheduler(optimizer)}

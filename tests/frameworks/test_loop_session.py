@@ -710,6 +710,7 @@ def test_the_model_can_be_pickled_and_copied_meanwhile(tmp_path: Path) -> None:
         twin = copy.deepcopy(model)
         assert torch.equal(twin(x), model(x))
         session.updated(step=1)
+    assert pickle.loads(pickle.dumps(twin)) is not None, "behind the session, too"
     asked = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(1, 4)).sum().item()"
     code = f"import sys, torch; print({asked}, 'lastgasp' in sys.modules)"
     done = run_job([sys.executable, "-c", code], tmp_path / "log", timeout=60.0)

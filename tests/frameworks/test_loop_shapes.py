@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from frameworks.loop_rig import (
     Counting,
+    Masters,
     NewProcesses,
     Noisy,
     Parts,
@@ -546,6 +547,10 @@ def observed(p: Parts) -> TorchState:
     return momentum(p)
 
 
+def with_masters(p: Parts) -> TorchState:
+    return TorchState(p.model, Masters(p.model.parameters()))
+
+
 def bare(p: Parts) -> TorchState:
     return TorchState(p.model)
 
@@ -557,6 +562,7 @@ SHAPES = {
     "extra-state": Shape(per_epoch, counted),
     "momentum-encoder": Shape(plain_steps, with_a_momentum_encoder),
     "observers": Shape(plain_steps, observed),
+    "masters": Shape(plain_steps, with_masters),
     "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),
     "breaking": Shape(breaking, adam),

@@ -26,6 +26,7 @@ from lastgasp.pytorch.loop.record import buffers_of
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.ondemand import OnDemand
+from lastgasp.pytorch.own_dtypes import give_dtypes_back, have_dtypes_of
 from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import (
     CHANGED,
@@ -108,6 +109,8 @@ __all__ = [
     "fingerprints",
     "fits",
     "from_rank_0",
+    "give_dtypes_back",
+    "have_dtypes_of",
     "hook_model",
     "hook_optimizer",
     "install_faults",

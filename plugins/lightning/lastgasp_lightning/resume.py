@@ -5,15 +5,27 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.adapter import CheckpointError
-from lastgasp.adapter.torch import CHANGED, WORKERS, AuxState, Flags, decode_aux, own_aux, restore_aux
+from lastgasp.adapter.torch import (
+    CHANGED,
+    WORKERS,
+    AuxState,
+    Flags,
+    decode_aux,
+    give_dtypes_back,
+    have_dtypes_of,
+    own_aux,
+    restore_aux,
+)
 from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
@@ -124,6 +136,9 @@ class Resume:
             replace_method(fit, "run", lambda run: lambda: self._run(trainer, run)),
             replace_method(fit.epoch_loop, "advance", lambda _: lambda fetcher: self._advance(trainer)),
         ]
+        if type(trainer.strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
+            load = partial(_load_optimizers, trainer)
+            self._undo.append(replace_method(trainer.strategy, "load_optimizer_state_dict", partial(partial, load)))
 
     def _run(self, trainer: Any, run: Callable[[], None]) -> None:
         """`fit_loop.run`, once: let it in although `max_steps` is reached, because something is still due."""
@@ -228,6 +243,13 @@ def logged(checkpoint: dict[str, Any]) -> bytes:
 def accumulators_of(aux: bytes) -> bytes:
     """Those of `self.log` in a rank's auxiliary state; empty where there are none."""
     return split_extra(decode_aux(aux).extra)[1]
+
+
+def _load_optimizers(trainer: Any, load: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+    load(checkpoint)
+    if have_dtypes_of(trainer.lightning_module.state_dict(), checkpoint["state_dict"]):
+        for optimizer, stored in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=False):
+            give_dtypes_back(optimizer, stored)
 
 
 def _to_boundary(checkpoint: dict[str, Any], record: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +30,7 @@ def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], N
     handles = [module.register_forward_pre_hook(first), module.register_forward_hook(last, always_call=True)]
 
     def undo() -> None:
+        first.event = last.event = None  # also for copies
         while handles:
             handles.pop().remove()
 
@@ -37,18 +38,21 @@ def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], N
 
 
 class _Hook:
-    """In copies of the module, those that are pickled (`torch.save(model)`) included, it does nothing."""
+    """Copies of the module have the same one: their passes are progress as well. Pickled ones do nothing."""
 
     def __init__(self, event: _Event) -> None:
-        self._event = event
+        self.event: _Event | None = event
 
     def __call__(self, module: Any, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            self._event(module)
+        if self.event is not None and not torch.compiler.is_compiling():
+            self.event(module)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # From Python's own library, for whoever loads it without lastgasp: a message below any level is never logged.
-        return functools.partial, (logging.getLogger("lastgasp").log, -1)
+        # Something of Python's own that takes anything and returns None: who loads it may not have lastgasp.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _around_compiled(module: Any, before: _Event, after: _Event) -> Callable[[], None]:

@@ -24,6 +24,7 @@ from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
+from lastgasp.pytorch.own_dtypes import load_parts
 from lastgasp.pytorch.owncopy import fill_in, own_copy
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
@@ -312,10 +313,7 @@ class TorchState:
         if self.sharded:
             (shards or partial(self._load_shards, Path(path), checkpoint))()
         else:
-            for name, module in self.modules.items():
-                module.load_state_dict(stored["model"][name])  # type: ignore[index]
-            for name, item in self.optimizers.items.items():
-                item.load_state_dict(stored["optimizer"][name])  # type: ignore[index]
+            load_parts(self.modules, stored["model"] or {}, self.optimizers.items, stored["optimizer"] or {})
         self._fill_aux(stored["scheduler"] or {}, checkpoint["scaler"], copy.deepcopy(checkpoint["extra"]))
         self.flags.restore(checkpoint.get("flags"))
 
