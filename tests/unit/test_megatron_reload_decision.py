@@ -331,14 +331,17 @@ def test_what_else_is_loaded_meanwhile_is_not_that_iteration(tmp_path: Path) -> 
         selector.load_other(load)
         args.load = teacher
         selector.load(load)
-        args.load = own
+        args.ckpt_step, args.finetune = 4, True
+        selector.load(load)
+        assert (args.ckpt_step, args.finetune) == (4, True)
+        args.load, args.ckpt_step, args.finetune = own, 20, False
         selector.load(load)
         selector.load_other(load)
         return seen
 
-    other, by_hand, student, behind = as_ranks(2, body)[0]
+    other, by_hand, pinned, student, behind = as_ranks(2, body)[0]
     assert (other, behind) == (("student", None, True),) * 2
-    assert by_hand == ("teacher", None, True)
+    assert (by_hand, pinned) == (("teacher", None, True), ("teacher", 4, True))
     assert student == ("student", 20, False)
 
 

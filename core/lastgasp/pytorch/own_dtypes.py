@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+_States = Mapping[str, Any]
+
+
 def load_parts(
-    modules: Mapping[str, nn.Module], models: Mapping[str, Any], optimizers: Mapping[str, Any], states: Mapping[str, Any]
+    modules: Mapping[str, nn.Module], models: _States, optimizers: Mapping[str, Any], states: _States
 ) -> None:
     """Load the states of modules and of their optimizers, each by its name."""
     alike = all(have_dtypes_of(module.state_dict(), models[name]) for name, module in modules.items())

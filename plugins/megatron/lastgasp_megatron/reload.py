@@ -79,6 +79,7 @@ class MegatronSelector(SelectionPolicy):
         self._steered = args.load
         self._misfits: dict[Path, tuple[Candidate, str]] = {}
         self._put_off: dict[str, Any] = {}
+        self._set: dict[str, Any] = {}
         self._tracker: tuple[Path, str] | None = None
         self.resumed = 0
 
@@ -116,13 +117,13 @@ class MegatronSelector(SelectionPolicy):
     def load_other(self, call: Callable[[], Any]) -> Any:
         """Have Megatron load something else meanwhile, a teacher for instance, with the options that the user gave."""
         args = vars(self._args)
-        steered = {name: args[name] for name in ("ckpt_step", *self._put_off) if name in args}
-        given = self._put_off | {"ckpt_step": self._ckpt_step}
-        args.update({name: given[name] for name in steered})
+        given = self._put_off | ({"ckpt_step": self._ckpt_step} if self._chosen is not None else {})
+        left = {name: args[name] for name in given if args.get(name) == self._set.get(name)}  # else the caller's own
+        args.update({name: given[name] for name in left})
         try:
             return call()
         finally:
-            args.update(steered)
+            args.update({name: value for name, value in left.items() if args.get(name) == given[name]})
 
     def tracker(self, path: str) -> str:
         """What Megatron shall read for the tracker at `path`."""
@@ -225,6 +226,7 @@ class MegatronSelector(SelectionPolicy):
         self._args.ckpt_step = self.resumed = step
         if not by_name:
             self._load_whole(candidate)
+        self._set = {name: getattr(self._args, name, None) for name in ("ckpt_step", *self._put_off)}
 
     def _load_whole(self, candidate: Candidate) -> None:
         """Options that say how the training begins have no part in how this job goes on after a fault."""
