@@ -161,6 +161,7 @@ class Referee:
             assert out.step is not None and machine.plan in self.commits
 
 
+FINISHED = "had finished training and let go of its state; a checkpoint at its end would have the last step"
 RANKS = st.integers(0, 3)
 NEAR = st.sampled_from([0, 0, 0, 0, -1, 1])
 STEPS = st.integers(0, 3)
@@ -294,7 +295,17 @@ def test_a_saver_that_finishes_training_in_the_middle_is_replaced_at_once() -> N
     assert referee.machine.outcome.savers == (0,)
     play(referee, ("goodbye", 0))
     assert (referee.machine.state, referee.machine.outcome.savers) == ("saving", (1,))
-    assert {u.rank: u.why for u in referee.machine.outcome.unused}[0] == "had finished training"
+    assert {u.rank: u.why for u in referee.machine.outcome.unused}[0] == FINISHED
+
+
+def test_a_rank_that_has_finished_training_holds_nothing_and_the_record_says_what_would_have() -> None:
+    referee = begun(((0, 1), (2, 3)))
+    play(referee, ("goodbye", 1))
+    play(referee, ("die", 0))
+    for rank in (2, 3):
+        obey(referee, rank)
+    assert referee.machine.outcome.ending == "gave_up"
+    assert FINISHED in referee.machine.outcome.reason
 
 
 def test_a_hung_rank_is_excluded_and_killed_after_the_save() -> None:

@@ -62,7 +62,7 @@ def why_unusable(member: Member) -> str:
     if member.gone:
         return f"gone: {member.gone}"
     if member.left:
-        return "had finished training"
+        return "had finished training and let go of its state; a checkpoint at its end would have the last step"
     if member.hung:
         return "hung"
     if member.failures >= SAVE_TRIES:
