@@ -366,6 +366,13 @@ def test_what_mindformers_converts_from_other_ranks_is_left_to_it(tmp_path: Path
         for attempt in (0, 1):  # a restart before the first save of its own
             for config in home.steer(given, attempt=attempt):
                 assert {name: config[name] for name in given} == given and config["selector"].resumed is None
+        home.manifests = False
+        home.put(9)  # its first save is cut short
+        home.file(9, 3).unlink()
+        (home.checkpoints / "rank_3/meta.json").unlink()
+        for config in home.steer(given, attempt=1):
+            assert {name: config[name] for name in given} == given and config["selector"].resumed is None
+        home.manifests = True
     home.put(9)
     for config in home.steer(given, attempt=1, job="first"):
         assert (config["selector"].resumed, config["auto_trans_ckpt"]) == (9, False)

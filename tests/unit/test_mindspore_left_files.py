@@ -47,7 +47,7 @@ def test_what_it_has_left_is_out_of_its_sight_while_it_may_load(tmp_path: Path) 
         (tmp_path / f"{name}.ckpt").touch()
     for _ in range(2):  # twice without a word in between
         told = files.hide([other, one], 2)
-        assert [f"/{name}.ckpt over step 2" in told[at] for at, name in enumerate(("net_train", "net_eval"))] == [True] * 2
+        assert "/net_train.ckpt over step 2" in told[0] and "/net_eval.ckpt over step 2" in told[1]
         assert not any(Path(f"{path}.ckpt").exists() for path in vars(one).values())
     assert Path(f"{other.train_name}.ckpt").exists()
     for _ in range(2):

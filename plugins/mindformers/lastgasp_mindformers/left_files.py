@@ -65,11 +65,9 @@ def _future(file: str, resumed: int | None) -> str:
     except FileNotFoundError:  # another rank has
         pass
     except OSError as error:
-        return f"It holds step {step}, which is newer, could not be renamed ({error}), and is replaced by the callback's next save"
-    return (
-        f"It holds step {step}, which is newer, and is kept as {kept}. To train from it as MindSpore would, give it its "
-        "name back and start with resume='never'"
-    )
+        return f"It holds step {step}, which is newer, cannot be renamed ({error}), and goes at the callback's next one"
+    remedy = "To train from it as MindSpore would, give it its name back and start with resume='never'"
+    return f"It holds step {step}, which is newer, and is kept as {kept}. {remedy}"
 
 
 def _step(file: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.checkpoint import Candidate, Trial
 from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName, Unreadable, layout_of, rank_of, read_content
+from lastgasp_mindformers import begun
 from lastgasp_mindformers.exits import is_about_content
 from lastgasp_mindformers.later import recorded
 from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog
@@ -122,11 +123,13 @@ class MindFormersSelector:
         try:
             chosen = self._select(self._policy(self._places(request), named=asked_by(request), given=given))
         except NoGoodCheckpoint as error:
-            sizes = {found[1] if (found := _OTHER_SIZE.fullmatch(why)) else "" for why in error.reasons.values()}
-            if "" in sizes or not (request.load and request.resume is True and converts(config, arguments)):
+            if not (request.load and request.resume is True and converts(config, arguments)):
                 raise
-            ranks = " or ".join(sorted(sizes))
+            if not (ranks := self._ranks_of_others(error.reasons)):
+                raise
             self._note(f"what MindFormers resumes from is not verified by lastgasp: it is converted from {ranks} ranks")
+            if self._place.rank == 0:
+                begun.begin(self._options.gasp.directory, self._place.job)
             return
         self._load_plan = self._load_plan_of(request, chosen)
         if chosen is not None:
@@ -136,6 +139,16 @@ class MindFormersSelector:
         if self._load_plan is not None:
             self._tell_of_data(self._load_plan, data_of_the_start(config, arguments))
             apply(self._load_plan, config, arguments)
+
+    def _ranks_of_others(self, reasons: Mapping[str, str]) -> str:
+        """How many ranks have saved what cannot be used; empty where there is more than a first save cut short."""
+        cut: set[str] = set()
+        if begun.exists(self._options.gasp.directory):
+            cut = {str(candidate.path) for candidate in self._catalog.all() if self._catalog.never_finished(candidate)}
+        found = [_OTHER_SIZE.fullmatch(why) for path, why in reasons.items() if path not in cut]
+        if not all(self._gather("select/converted", b"1" if found and all(found) else b"")):
+            return ""
+        return " or ".join(sorted({match[1] for match in found if match}))
 
     def _tell_of_data(self, plan: LoadPlan, options: str) -> None:
         """Where a training that resumes itself has begun in the data is not known to its restart."""
