@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lastgasp import _fs
 from lastgasp.checkpoint import SingleFile, candidates, verify
+from lastgasp.fits import FITS
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.io import save_verified
 from lastgasp_lightning import LastGasp
@@ -38,15 +39,15 @@ class Raise(Callback):
             raise ValueError("a bug of the user's")
 
 
-def fit(directory: Path, *callbacks: Callback, keep: int = -1) -> Trainer:
+def fit(directory: Path, *callbacks: Callback, keep: int = -1, steps: int = 8) -> Trainer:
     """Eight steps with a checkpoint at every second one."""
     every: list[Callback] = [LastGasp(directory), *callbacks]
     every.append(ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep))
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=8, logger=False, enable_progress_bar=False,
+        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=every,
     )  # fmt: skip
-    x = torch.randn(40, 8)
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
     trainer.fit(Tiny(), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4))
     return trainer
 
@@ -129,10 +130,56 @@ def test_the_only_checkpoint_stays_until_the_next_one_is_written(
     mended = Then(5, lambda: monkeypatch.setattr(_fs.Disk, "create", create))
     fit(tmp_path, Then(5, read_only), keep=1)
     assert steps_that_verify(tmp_path) == [4]
-    assert "step=4.ckpt is not removed" in caplog.text
+    assert "step=4.ckpt stays until another checkpoint is written" in caplog.text
     mended.action()
     fit(tmp_path / "again", Then(3, read_only), mended, keep=1)
-    assert steps_that_verify(tmp_path / "again") == [2, 8], "6 was removed for 8, and 2 was to go for 4"
+    assert steps_that_verify(tmp_path / "again") == [8], "2 was to go for 4, and went once 6 was there"
+
+
+class Ascending(Callback):
+    """A metric for ModelCheckpoint: the newest are the best."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        pl_module.log("ascending", float(trainer.global_step))
+
+
+@pytest.mark.parametrize("began", [0, 4])
+def test_a_disk_with_room_for_two_goes_on_with_the_newest(
+    tmp_path: Path, began: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ModelCheckpoint asks once for each removal: were none made for a failed save, there would be room no more."""
+    create = _fs.Disk.create
+
+    def with_room_for_two(self: _fs.Disk, path: Path, **options: Any) -> int:
+        if path.name.startswith(".step=") and len(list(tmp_path.glob("step=*.ckpt"))) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, path, **options)
+
+    def best() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", "ascending", mode="max", save_top_k=2, every_n_train_steps=2)
+
+    if began:
+        fit(tmp_path, Ascending(), best(), keep=0, steps=began)
+        FITS._last.clear()
+    monkeypatch.setattr(_fs.Disk, "create", with_room_for_two)
+    fit(tmp_path, Ascending(), best(), keep=0)
+    assert steps_that_verify(tmp_path)[-1] == 8
+
+
+def test_weights_alone_take_no_checkpoints_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing resumes from them."""
+    create = _fs.Disk.create
+
+    def refuse(self: _fs.Disk, path: Path, **options: Any) -> int:
+        if path.name.startswith(".step=") and not path.name.startswith(".step=2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, path, **options)
+
+    monkeypatch.setattr(_fs.Disk, "create", refuse)
+    weights = ModelCheckpoint(tmp_path, "weights-{step}", save_weights_only=True, every_n_train_steps=1)
+    fit(tmp_path, weights, keep=1)
+    assert steps_that_verify(tmp_path) == [2, 8]
+    assert (tmp_path / "step=2.ckpt").exists()
 
 
 def test_a_gasp_that_cannot_be_written_is_reported_and_harms_nothing(

@@ -32,7 +32,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         folders: where a resume looks; a checkpoint saved there makes its step durable.
 
     Attributes:
-        failed: the last save did, so what ModelCheckpoint removes for it stays.
+        failed: the last save did, so the newest stays that ModelCheckpoint removes for it.
+        newest: of those that a resume may begin with (True), and of the others; what an earlier attempt left, once it
+            is loaded.
     """
 
     failed = False
@@ -49,6 +51,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._original, self._config, self._writer, self._status = original, config, writer, status
         self._folders = [folder.absolute() for folder in folders]
         self._durable: Path | None = None
+        self.newest = dict[bool, Path]()
+        self._later = set[Path]()  # to be removed once there is a newer one
         self._restore: Any = lambda: None
 
     @classmethod
@@ -98,15 +102,18 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             return
         finally:
             self._status.progress("data")
-        self.failed = False
         step = checkpoint.get("global_step", 0)
-        if KEY in checkpoint and checkpoint[KEY]["step"] == step:
-            self.saved(target, step)
+        self.saved(target, step, KEY in checkpoint and checkpoint[KEY]["step"] == step)
 
-    def saved(self, target: Path, step: int) -> None:
-        """A checkpoint of `step` that a resume may begin with is in place."""
-        if target.parent in self._folders:
+    def saved(self, target: Path, step: int, whole: bool) -> None:
+        """A checkpoint of `step` is in place; `whole`: a resume may begin with it."""
+        self.failed, self.newest[whole] = False, _located(target)
+        if whole and target.parent in self._folders:
             self._status.durable, self._durable = max(self._status.durable, step), target
+        self._later.discard(_located(target))
+        for path in self._later.difference(self.newest.values()):
+            self._later.discard(path)
+            self.remove_checkpoint(path)
 
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
         moved = partial(self._status.progress, "save")
@@ -129,14 +136,18 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
             return loaded
         found: dict[str, Any] = load_verified(Path(path), LAYOUT, map_location=map_location, weights_only=weights_only)
+        self.newest.setdefault(KEY in found, Path(path).resolve())
         if isinstance(record := found.get(KEY), dict):
             with_added(record, Path(path).absolute(), LAYOUT)
         return found
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove data, then manifest; nothing where the save that was to take its place has failed."""
-        if self.failed and not self._apart and not is_remote(path):
-            log.warning("%s is not removed: the checkpoint that was to replace it could not be written", path)
+        """Remove data, then manifest; not yet where this is the newest, as the save that was to replace it failed."""
+        target, newest = _located(Path(path)), self.newest.values()
+        failed = self.failed and not self._apart and not is_remote(path)
+        if failed and target.exists() and (not newest or target in newest):
+            log.warning("%s stays until another checkpoint is written: the one that was to replace it was not", path)
+            self._later.add(target)
             return
         self._original.remove_checkpoint(path)
         if not is_remote(path):
@@ -147,6 +158,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         """What had this name is not there any more."""
         if target == self._durable:
             self._status.durable = 0
+
+
+def _located(path: Path) -> Path:
+    """The file of this name, whatever it may link to, where its folder is really."""
+    return path.parent.resolve() / path.name
 
 
 def search_folders(trainer: Any, config: GaspConfig) -> list[Path]:

@@ -80,8 +80,8 @@ class ShardedCheckpoints:
                 shutil.rmtree(temp, ignore_errors=True)
             status.progress("data")
         self._io.failed = not done
-        if done and record is not None and record["step"] == step:
-            self._io.saved(target, step)
+        if done:
+            self._io.saved(target, step, record is not None and record["step"] == step)
 
     def _commit(self, temp: Path, target: Path, record: dict[str, Any] | None, step: int) -> bool:
         """Each rank reads the file that it has written; rank 0 puts all in place. Returns whether it did."""
@@ -129,6 +129,7 @@ class ShardedCheckpoints:
         if not is_remote(checkpoint_path) and path.is_dir():
             self._verify(path)
         loaded: dict[str, Any] = load(checkpoint_path, weights_only)
+        self._io.newest.setdefault((path / OWN).is_file(), path.resolve())
         if not is_remote(checkpoint_path) and (path / OWN).is_file():
             # Not weights_only: it is our own file, verified, and holds states of the user's objects.
             loaded[KEY] = torch.load(path / OWN, map_location="cpu", weights_only=False)
