@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,8 +63,15 @@ class GaspConfig:
         return cls(directory=_directory(directory, env), **{k: v for k, v in values.items() if v is not None})
 
 
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""s3://bucket/x, also as pathlib has it (s3:/bucket/x): as a path it would be a new directory `s3:` in the working one."""
+
+
 def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str]) -> Path:
     value = directory if directory is not None else env.get("LASTGASP_DIR")
+    if isinstance(value, str | os.PathLike) and _ADDRESS.match(str(value)):
+        remedy = "Mount it and give the mount point, or train into a local directory and copy it there."
+        raise ConfigError("dir", str(value), "a directory of a mounted file system, not an address", remedy)
     try:
         if not isinstance(value, str | os.PathLike) or str(value) == "" or "\0" in str(value):
             raise ValueError(value)

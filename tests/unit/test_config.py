@@ -106,6 +106,16 @@ def test_no_directory(directory: object) -> None:
     assert caught.value.field == "dir"
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/x", Path("gs://bucket/x"), "hdfs:///x", "file:///x"], ids=str)
+def test_an_address_is_no_directory(address: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be made below the working directory, which a pod takes along when it goes."""
+    monkeypatch.setenv("LASTGASP_DIR", str(address))
+    for given in (address, None):
+        with pytest.raises(ConfigError, match=r"a mounted file system, not an address\. Mount it"):
+            GaspConfig.resolve(given)
+    assert GaspConfig.resolve(tmp_path / "lr=1://x").directory == tmp_path / "lr=1:" / "x"
+
+
 def test_a_path_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What travels between processes must be text; in the locale C and without UTF-8 mode few paths are."""
     odd = tmp_path / "a\udcffb"
