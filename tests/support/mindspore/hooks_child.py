@@ -5,6 +5,7 @@ Usage: hooks_child.py CASE DIRECTORY, with CASE off, quiet, yaml, again, entry, 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -12,6 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # until everything is imported: a quarter of the time
 
 import mindspore.train.model as model_module
 from mindformers.generation.text_generator import GenerationMixin
@@ -22,6 +26,8 @@ from mindspore import nn
 from lastgasp.adapter import HookNotPlaced
 from lastgasp_mindformers import hooks, install, uninstall
 
+gc.freeze()
+gc.enable()
 Snapshot = Mapping[str, int]
 CLASSES = (model_module.Model, trainer.Trainer, base_trainer.BaseTrainer, GenerationMixin)
 PACKAGES = ("mindspore", "mindformers")
