@@ -14,7 +14,7 @@ from lastgasp.steps.recover import recover_orphans
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults, lean
-from support.launchers import SUPPORT, finish, incidents, running, torchrun, until
+from support.launchers import SUPPORT, incidents, running, torchrun, undisturbed_jobs, until
 
 RANKS = 3
 READY = "a restart will fork its ranks from a warm process"
@@ -62,11 +62,11 @@ COVERING = (
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Final weights of the job without a fault."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "go").touch()
-    worker = [SUPPORT / "train_again.py", "--dir", folder, "--final", folder / "final.pt"]
-    assert finish(torchrun(*worker, ranks=RANKS), folder, LASTGASP_WARM="off").ok
-    return folder / "final.pt"
+
+    def command(folder: Path) -> list[str]:
+        return torchrun(SUPPORT / "train_again.py", "--dir", folder, "--final", folder / "final.pt", ranks=RANKS)
+
+    return undisturbed_jobs(tmp_path_factory, command)()
 
 
 @pytest.fixture

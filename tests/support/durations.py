@@ -19,6 +19,8 @@ SHOWN = 2.0
 """Seconds from which on a test stands in the table."""
 BY_MARKER = {"slow": 12.0, "fault": 4.0}
 """Seconds of a test that does not."""
+KIN = ("megatron", "contract/test_mindio", "fault/test_in_place")
+"""Parts of the names of files."""
 
 
 def seconds(test: pytest.Item) -> float:
@@ -27,9 +29,10 @@ def seconds(test: pytest.Item) -> float:
     return known or next((each for mark, each in BY_MARKER.items() if test.get_closest_marker(mark)), 0.0)
 
 
-def family(test: pytest.Item) -> str:
-    """Its file: what tests of one file share is made once."""
-    return test.nodeid.partition("::")[0]
+def family(test: pytest.Item) -> tuple[str, str]:
+    """The files whose jobs share images and references, and its own: what tests of one file share is made once."""
+    file = test.nodeid.partition("::")[0]
+    return next((kin for kin in KIN if kin in file), file), file
 
 
 def note_durations(config: pytest.Config) -> None:

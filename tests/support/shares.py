@@ -16,16 +16,19 @@ LONG = 1.0
 """Seconds from which on a test is a long one."""
 
 
-def shares(tests: Sequence[T], workers: int, seconds: Callable[[T], float], family: Callable[[T], str]) -> list[T]:
+def shares(
+    tests: Sequence[T], workers: int, seconds: Callable[[T], float], family: Callable[[T], tuple[str, str]]
+) -> list[T]:
     """All tests, so that each worker's part (`parts`) begins with its share of the long ones.
 
     Args:
         seconds: how long a test takes, about.
-        family: tests that follow each other and have something made once, which is made once more in each part.
+        family: of tests that have something made once, which is made once more in each part; and the one inside of it,
+            where all of the first are more than a share.
     """
     cuts = parts(len(tests), workers)
     long: list[list[T]] = [[] for _ in cuts]
-    for group in _heaviest_first([test for test in tests if seconds(test) >= LONG], seconds, family):
+    for group in _heaviest_first([test for test in tests if seconds(test) >= LONG], workers, seconds, family):
         least = min(range(workers), key=lambda n: sum(map(seconds, long[n])))
         long[least] += group
     short = [test for test in tests if seconds(test) < LONG]
@@ -37,8 +40,14 @@ def shares(tests: Sequence[T], workers: int, seconds: Callable[[T], float], fami
     return ordered + short
 
 
-def _heaviest_first(tests: list[T], seconds: Callable[[T], float], family: Callable[[T], str]) -> list[list[T]]:
-    families = [list(group) for _, group in groupby(tests, family)]
+def _heaviest_first(
+    tests: list[T], workers: int, seconds: Callable[[T], float], family: Callable[[T], tuple[str, str]]
+) -> list[list[T]]:
+    share, families = sum(map(seconds, tests)) / workers, list[list[T]]()
+    for _, kin in groupby(sorted(tests, key=family), lambda test: family(test)[0]):
+        group = list(kin)
+        small = sum(map(seconds, group)) <= share
+        families += [group] if small else [list(one) for _, one in groupby(group, family)]
     return sorted(families, key=lambda group: -sum(map(seconds, group)))
 
 

@@ -12,15 +12,16 @@ from support.durations import ENVIRON, SHOWN, TABLE
 from support.shares import LONG, parts, shares
 
 Test = tuple[int, str, float]
-FILES = st.sampled_from(["a", "b", "c", "d"])
+FILES = st.sampled_from(["a", "b1", "b2", "c"])
 
 
 def seconds(test: Test) -> float:
     return test[2]
 
 
-def family(test: Test) -> str:
-    return test[1]
+def family(test: Test) -> tuple[str, str]:
+    """Files of one letter belong together."""
+    return test[1][0], test[1]
 
 
 @given(st.lists(st.tuples(FILES, st.sampled_from([0.0, 2.0, 30.0])), max_size=60), st.integers(1, 5))
@@ -42,6 +43,15 @@ def test_the_seconds_are_shared_and_files_stay_together() -> None:
     pieces = [ordered[begin:end] for begin, end in parts(len(tests), 3)]
     assert sorted(sum(map(seconds, piece)) for piece in pieces) == [85.0, 90.0, 95.0]
     assert sorted(len({family(test) for test in piece if seconds(test)}) for piece in pieces) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("number", "parts_of_b"), [(1, 1), (3, 2)])
+def test_files_that_belong_together_stay_so_unless_they_are_more_than_a_share(number: int, parts_of_b: int) -> None:
+    names = [name for name in ("b1", "a", "b2", "c") for _ in range(number if "b" in name else 2)]
+    tests = [(n, name, 30.0) for n, name in enumerate(names)]
+    ordered = shares(tests, 2, seconds, family)
+    pieces = [ordered[begin:end] for begin, end in parts(len(tests), 2)]
+    assert sum(any(test[1].startswith("b") for test in piece) for piece in pieces) == parts_of_b
 
 
 def test_the_table_names_files_that_are_there() -> None:
