@@ -5,6 +5,7 @@ Arguments: output folder, what to do ("straight", "dump:STEP", "resume:FILE").
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from frameworks.state_rig import Harness, Model, Noisy, Run
@@ -52,6 +54,8 @@ def main() -> None:
     model = Model(schedulers="plateau")
     model.strike = harness.strike
     broadcast = os.environ.get("BROADCAST_BUFFERS", "1") == "1"
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # torch 2.13
+    name = "forward_sync_buffers" if renamed else "broadcast_buffers"
     callbacks: list[Any] = [harness]
     if kind == "straight":
         callbacks.append(L.pytorch.callbacks.ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=2))
@@ -59,7 +63,7 @@ def main() -> None:
         callbacks=callbacks,
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=broadcast),
+        strategy=DDPStrategy(process_group_backend="gloo", **{name: broadcast}),
         max_epochs=3,
         logger=False,
         enable_checkpointing=kind == "straight",

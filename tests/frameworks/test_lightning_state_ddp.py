@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from frameworks.state_rig import differences
+from lastgasp_lightning.state import LightningState
 from support import lean
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,6 +52,24 @@ def compare(directory: Path, resumed: str, skip: tuple[str, ...] = ()) -> None:
             for name in ("losses", *skip):
                 value.pop(name)
         assert differences(straight, other) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({}, False),
+        ({"broadcast_buffers": None}, False),
+        ({"broadcast_buffers": True}, False),
+        ({"broadcast_buffers": False}, True),
+        ({"forward_sync_buffers": False}, True),  # as torch 2.13 calls it
+        ({"forward_sync_buffers": True, "broadcast_buffers": False}, False),
+    ],
+)
+def test_whose_buffers_a_rank_has(given: dict[str, Any], own: bool) -> None:
+    state: Any = object.__new__(LightningState)
+    module = SimpleNamespace(automatic_optimization=True)
+    state._trainer = SimpleNamespace(world_size=2, strategy=DDPStrategy(**given), lightning_module=module)
+    assert state.per_rank_buffers is own
 
 
 @pytest.mark.full

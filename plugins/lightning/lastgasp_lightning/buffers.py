@@ -30,6 +30,12 @@ def with_averages(trainer: Any) -> nn.Module:
     return both
 
 
+def are_synced(options: Mapping[str, Any]) -> bool:
+    """Whether DDP, given these, broadcasts rank 0's buffers before each forward pass. torch 2.13 has renamed it."""
+    new, old = options.get("forward_sync_buffers"), options.get("broadcast_buffers")
+    return bool(new) if new is not None else old is None or bool(old)
+
+
 class Exchange:
     """Knows when averaged weights stand in the module, and lets nobody read them while they are exchanged.
 

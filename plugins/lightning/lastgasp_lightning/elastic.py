@@ -18,6 +18,7 @@ from torch.nn import SyncBatchNorm
 
 from lastgasp.adapter import ConfigError, UsageError
 from lastgasp.adapter.torch import ElasticLoader, GlobalBatch
+from lastgasp_lightning.buffers import are_synced
 from lastgasp_lightning.compat import Undo, replace_method
 
 _TOGETHER = ("all_gather", "broadcast", "barrier")
@@ -117,7 +118,7 @@ class ElasticSteps:
             (loader.plan.samples < loader.plan.ranks, "dataset", f"{loader.plan.samples} samples",
              f"at least {loader.plan.ranks}", "Each rank must have some in the first step of an epoch."),
             (synced, "sync_batchnorm", True, "False", "Ranks do unequal numbers of micro-batches."),
-            (not kwargs.get("broadcast_buffers", True), "broadcast_buffers", False, "True",
+            (not are_synced(kwargs), "broadcast_buffers", False, "True",
              "Buffers are those that the first micro-batch leaves."),
             (getattr(strategy, "_ddp_comm_hook", None) is not None, "ddp_comm_hook", "one", "None",
              "The loader sums the gradients, not DDP."),

@@ -23,7 +23,7 @@ from lastgasp.adapter.torch import AuxRecorder, BucketLayout, buffers_of, decode
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
 from lastgasp_lightning.boundary_form import patch_groups, saved_steps, set_batch_progress
-from lastgasp_lightning.buffers import Exchange, with_averages
+from lastgasp_lightning.buffers import Exchange, are_synced, with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
 from lastgasp_lightning.metrics import OwnAccumulators, encode_results, unsaved
@@ -157,7 +157,7 @@ class LightningState:
         strategy = self._trainer.strategy
         if self._trainer.world_size == 1:
             return False
-        told = isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("broadcast_buffers", True)
+        told = isinstance(strategy, DDPStrategy) and are_synced(strategy._ddp_kwargs)
         return not (told and self._trainer.lightning_module.automatic_optimization)
 
     @property
