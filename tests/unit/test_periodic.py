@@ -103,6 +103,21 @@ def test_under_join_ranks_that_come_together_write(tmp_path: Path) -> None:
     assert written == [2] and not engine.notes
 
 
+def test_a_state_that_cannot_be_saved_now_costs_that_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A buffer for whose copy the device had no room has changed since."""
+    engine = Uneven("loop/save/2")
+    run = run_of(engine, tmp_path, False)
+
+    def dump(step: int, aux: Any) -> Any:
+        raise NotSaveable("the buffer queue has changed")
+
+    run.dump = dump
+    saved(run, 2)
+    assert "no checkpoint of step 2 (the buffer queue has changed): training continues" in caplog.text
+
+
 class Arena:
     """Of one rank."""
 

@@ -11,7 +11,7 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
-from lastgasp.errors import ControlError, DeadlineExceeded
+from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
@@ -87,7 +87,10 @@ class Periodic:
         engine.progress("save")
         found = together(engine, f"loop/save/{step}", own, self._config)
         if rank == 0 and found is not None:
-            self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
+            try:
+                self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
+            except NotSaveable as error:
+                log.error("no checkpoint of step %d (%s): training continues; older ones remain", step, error)
         else:
             faults.fire_at("periodic_save", step)
         engine.progress("data")
