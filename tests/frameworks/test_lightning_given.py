@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lastgasp.adapter import GaspConfig
+from lastgasp.adapter import DamagedCheckpoint, GaspConfig
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.manifest import Fit, Kind, Provenance
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
-from lastgasp_lightning.checkpoint_io import LAYOUT
+from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
 from lastgasp_lightning.selection import LightningSelector
 
 MODEL = "0123456789abcdef"
@@ -91,3 +92,34 @@ def test_an_older_one_of_the_same_directory(tmp_path: Path, caplog: pytest.LogCa
     newer = put(tmp_path / "ckpts/step=9.ckpt", 9)
     assert begins_with(tmp_path, given) == newer
     assert f"{given} was not used: {newer} is newer" in caplog.text
+
+
+def test_a_link_is_what_it_leads_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`ModelCheckpoint(save_last="link")`: the manifest has the name of the file."""
+    put(tmp_path / "ckpts/gasp-step=00000012.ckpt", 12, kind="gasp")
+    put(tmp_path / "version_0/step=20.ckpt", 20, home="../ckpts")
+    link = tmp_path / "version_0/last.ckpt"
+    link.symlink_to("step=20.ckpt")
+    assert begins_with(tmp_path, link) == link
+    assert caplog.text == ""
+    own = put(tmp_path / "ckpts/step=30.ckpt", 30)
+    assert begins_with(tmp_path, link) == own
+    assert f"{link} was not used: {own} is newer" in caplog.text
+
+
+def test_a_link_to_what_is_chosen_is_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = put(tmp_path / "ckpts/step=12.ckpt", 12)
+    (tmp_path / "ckpts/last.ckpt").symlink_to(own.name)
+    assert begins_with(tmp_path, tmp_path / "ckpts/last.ckpt") == own
+    assert caplog.text == ""
+
+
+def test_what_a_link_leads_to_is_verified(tmp_path: Path) -> None:
+    path = put(tmp_path / "step=12.ckpt", 12)
+    corrupt.flip_bit(path, 100)
+    link = tmp_path / "last.ckpt"
+    link.symlink_to(path.name)
+    nothing: Any = SimpleNamespace()
+    io = VerifiedCheckpointIO(TorchCheckpointIO(), GaspConfig.resolve(tmp_path), nothing, nothing, [])
+    with pytest.raises(DamagedCheckpoint):
+        io.load_checkpoint(link)

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from lastgasp.adapter import GaspConfig, ManifestWriter, RankStatus
+from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, RankStatus
 from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile, Staged, has_manifest
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.state import KEY
@@ -132,13 +132,13 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         Raises:
             DamagedCheckpoint: it does not match its manifest.
         """
-        if is_remote(path) or not has_manifest(Path(path), LAYOUT):
+        if is_remote(path) or not has_manifest(target := named(Path(path).absolute()), LAYOUT):
             loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
             return loaded
-        found: dict[str, Any] = load_verified(Path(path), LAYOUT, map_location=map_location, weights_only=weights_only)
-        self.newest.setdefault(KEY in found, Path(path).resolve())
+        found: dict[str, Any] = load_verified(target, LAYOUT, map_location=map_location, weights_only=weights_only)
+        self.newest.setdefault(KEY in found, target.resolve())
         if isinstance(record := found.get(KEY), dict):
-            with_added(record, Path(path).absolute(), LAYOUT)
+            with_added(record, target, LAYOUT)
         return found
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -158,6 +158,13 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         """What had this name is not there any more."""
         if target == self._durable:
             self._status.durable = 0
+
+
+def named(path: Path, layout: Layout = LAYOUT) -> Path:
+    """What `path` leads to, if it is a link that has no manifest of its own: `ModelCheckpoint(save_last="link")`."""
+    if not path.is_symlink() or has_manifest(path, layout):
+        return path
+    return Path(os.path.normpath(path.parent / os.readlink(path)))
 
 
 def _located(path: Path) -> Path:

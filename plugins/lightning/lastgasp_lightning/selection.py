@@ -15,7 +15,7 @@ from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place
 from lastgasp.adapter.again import MEMORY, Memory, cloned
 from lastgasp.adapter.checkpoint import Candidate, Verdict, differences, has_ended, is_of_home, mark_ended, newest_good
 from lastgasp.adapter.torch import exception_origin
-from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, is_remote, search_folders
+from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, is_remote, named, search_folders
 from lastgasp_lightning.compat import replace_method
 from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.thisfit import ThisFit
@@ -52,7 +52,7 @@ class _Policy(SelectionPolicy):
         """Lightning would begin with this."""
         if not given or is_remote(given) or not Path(given).exists():
             return
-        self.given = one = self.named(Path(given).absolute())
+        self.given = one = self.named(named(Path(given).absolute(), self.layout))
         assert self.fit is not None
         fits = one.manifest is not None and not differences(one.path, one.manifest.fit, self.fit)
         self.compared = fits and one.path.parent not in self.folders and is_of_home(one, self.config.directory)
@@ -223,7 +223,7 @@ class LightningSelector:
             mark_ended(self.chosen.path, self.chosen.manifest)
 
     def _warn(self, given: Any, policy: _Policy, chosen: Candidate) -> None:
-        named = self._config.resume not in ("auto", "never") and self._place.attempt == 0
-        if given and not named and Path(given).absolute() != chosen.path.absolute():
+        told = self._config.resume not in ("auto", "never") and self._place.attempt == 0
+        if given and not told and Path(given).resolve() != chosen.path.resolve():
             why = policy.why_not(chosen)
             log.warning("ckpt_path=%s was not used: %s; say resume='never' to start from it", given, why)

@@ -15,7 +15,7 @@ from lastgasp.adapter import DamagedCheckpoint, LastgaspError, Undo, number_on_h
 from lastgasp.adapter.checkpoint import FileEntry, Staged, has_manifest, read_files, verify
 from lastgasp.adapter.files import make_directory, unique_temp
 from lastgasp.adapter.torch import with_added
-from lastgasp_lightning.checkpoint_io import SHARDED, VerifiedCheckpointIO, is_remote
+from lastgasp_lightning.checkpoint_io import SHARDED, VerifiedCheckpointIO, is_remote, named
 from lastgasp_lightning.compat import replace_method
 from lastgasp_lightning.sharded import OWN
 from lastgasp_lightning.state import KEY
@@ -127,6 +127,7 @@ class ShardedCheckpoints:
         """
         path = Path(checkpoint_path)
         if not is_remote(checkpoint_path) and path.is_dir():
+            path = named(path, SHARDED)
             self._verify(path)
         loaded: dict[str, Any] = load(checkpoint_path, weights_only)
         self._io.newest.setdefault((path / OWN).is_file(), path.resolve())
