@@ -25,6 +25,13 @@ def patch_groups(optimizer_states: list[dict[str, Any]], groups: list[list[dict[
             group.update(values)
 
 
-def saved_steps(trainer: Any) -> dict[str, int]:
-    """The step at which each ModelCheckpoint has saved last."""
-    return {cb.state_key: cb._last_global_step_saved for cb in trainer.callbacks if isinstance(cb, ModelCheckpoint)}
+def saves(trainer: Any) -> dict[str, Any]:
+    """What each ModelCheckpoint knows of its saves and has in no state of its own: step and path of the last one, and
+    whether one waits for the end of a validation.
+    """
+    found = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    return {
+        "saved_steps": {one.state_key: one._last_global_step_saved for one in found},
+        "saved_paths": {one.state_key: str(one._last_checkpoint_saved) for one in found},
+        "deferred_saves": [one.state_key for one in found if getattr(one, "_defer_save_until_validation", False)],
+    }

@@ -29,6 +29,7 @@ from lastgasp.adapter.torch import (
 from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
+from lastgasp_lightning.checkpoint_io import named
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.extra import split_extra
 from lastgasp_lightning.metrics import as_logged, decode_own, is_summed, of_a_new_rank, restore_results, with_others
@@ -275,13 +276,18 @@ def _start_averaging(trainer: Any) -> None:
 
 
 def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:
-    """Checkpoints that were already saved at this step must not be saved again by the replay."""
+    """Checkpoints that were already saved at this step must not be saved again by the replay; what waits is saved."""
     loaded = str(trainer.ckpt_path or "")
     for callback in trainer.callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
-        step = record["saved_steps"].get(callback.state_key, 0)
+        key = callback.state_key
+        step, saved = record["saved_steps"].get(key, 0), record.get("saved_paths", {}).get(key, "")
         known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
         if loaded and any(path and Path(path) == Path(loaded) for path in known):
             step = record["step"]
+            saved = str(named(Path(loaded))) if callback.save_last == "link" else saved
         callback._last_global_step_saved = step
+        if saved and Path(saved).is_relative_to(callback.dirpath or ""):  # else at its end it saves last.ckpt anew
+            callback._last_checkpoint_saved = saved
+        callback._defer_save_until_validation = key in record.get("deferred_saves", ()) and step != record["step"]

@@ -22,7 +22,7 @@ from lastgasp.adapter import NotSaveable
 from lastgasp.adapter.torch import AuxRecorder, BucketLayout, buffers_of, decode_aux, digests_of, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
-from lastgasp_lightning.boundary_form import patch_groups, saved_steps, set_batch_progress
+from lastgasp_lightning.boundary_form import patch_groups, saves, set_batch_progress
 from lastgasp_lightning.buffers import Exchange, are_synced, with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
@@ -405,7 +405,7 @@ class LightningState:
             "lr_schedulers": snapshot.schedulers,
             "param_groups": snapshot.groups,
             "callbacks": snapshot.callbacks,
-            "saved_steps": saved_steps(self._trainer),
+            **saves(self._trainer),
             "results": encode_results(snapshot.results),
             "results_rank": self._trainer.global_rank,
             "unsaved": unsaved(self._trainer),
