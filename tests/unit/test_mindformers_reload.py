@@ -382,6 +382,19 @@ def test_what_mindformers_converts_from_other_ranks_is_left_to_it(tmp_path: Path
             home.steer(given, attempt=1, job="first")
 
 
+def test_what_was_saved_after_a_conversion_is_not_converted(tmp_path: Path) -> None:
+    """The same YAML at each start, which names the old weights and how those are sharded."""
+    old = Home(tmp_path / "old").fill(6)
+    home = Home(tmp_path / "out", ranks=4).fill(9)
+    (tmp_path / "link").symlink_to(home.checkpoints)
+    given = {"resume_training": True, "use_parallel": True, "auto_trans_ckpt": True}
+    for folder, converts in ((old.checkpoints, False), (home.checkpoints, True), (tmp_path / "link", True)):
+        for attempt in (0, 1):  # of another job than that which has saved
+            for config in home.steer(given | {"load_checkpoint": str(folder)}, attempt=attempt):
+                assert (config["selector"].resumed, config["auto_trans_ckpt"]) == (9, converts)
+                assert config["load_checkpoint"] == str(home.checkpoints)
+
+
 def test_gasps_of_a_larger_batch_are_kept(tmp_path: Path) -> None:
     home, kept = Home(tmp_path, batch=4), []
     place = Place(rank=0, world_size=2, replicas=data_parallel(2), job="first")

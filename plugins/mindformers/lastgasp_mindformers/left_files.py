@@ -65,7 +65,7 @@ def _future(file: str, resumed: int | None) -> str:
     except FileNotFoundError:  # another rank has
         pass
     except OSError as error:
-        return f"It holds step {step}, which is newer, cannot be renamed ({error}), and goes at the callback's next one"
+        return f"It holds step {step}, which is newer, cannot be renamed ({error}), and the next save replaces it"
     remedy = "To train from it as MindSpore would, give it its name back and start with resume='never'"
     return f"It holds step {step}, which is newer, and is kept as {kept}. {remedy}"
 

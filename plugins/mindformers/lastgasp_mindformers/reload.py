@@ -226,10 +226,19 @@ class MindFormersSelector:
         assert name is not None
         try:
             plan = load_plan_for(name, chosen.path.parent, self._place.rank, request.parallel, not request.resume)
-            own = chosen.manifest is not None and self._place.restarted and chosen.manifest.job == self._place.job
+            own = chosen.manifest is not None and self._is_own(request, chosen.path.parent, chosen.manifest.job)
             return dataclasses.replace(plan, step=chosen.step or 0, own=own)
         except OSError as error:
             raise CheckpointError(f"{chosen.path} cannot get another name for MindFormers: {error}") from error
+
+    def _is_own(self, request: ResumeRequest, folder: Path, job: str) -> bool:
+        """Whether the options were given for other weights: an earlier attempt has saved these, or they lie elsewhere.
+
+        They are of this number of ranks, whoever has saved them.
+        """
+        if self._place.restarted and job == self._place.job:
+            return True
+        return request.load is not None and not request.load.resolve().is_relative_to(folder.resolve())
 
     # -- plain MindSpore --------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class LoadPlan:
         ext: for `load_ckpt_format`; empty leaves it.
         ours: whether the user did not ask to resume, so that what he set for other weights must not apply.
         step: completed updates of what is loaded.
-        own: whether this job itself has saved it, in an earlier attempt.
+        own: whether this training itself has saved it since its options were given.
     """
 
     load: str
