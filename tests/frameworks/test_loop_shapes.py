@@ -158,6 +158,18 @@ def through(given: Iterable[Any]) -> Iterator[Any]:
     yield from (one for one in given)
 
 
+def branching(s: Session, p: Parts) -> None:
+    """Gradients are zeros, not None, as before torch 2.0: optimizers go on with what a step does not use."""
+    for _ in s.epochs(3):
+        for number, batch in s.enumerate(p.data):
+            p.tick()
+            p.model.some = number % 3 == 0  # type: ignore[assignment]
+            p.optimizers[0].zero_grad(set_to_none=False)
+            backward(p.loss(batch))
+            p.optimizers[0].step()
+            p.tick()
+
+
 def returning(s: Session, p: Parts) -> None:
     def some() -> None:
         for batch in s.batches(p.data):
@@ -547,6 +559,24 @@ def observed(p: Parts) -> TorchState:
     return momentum(p)
 
 
+class Branches(nn.Module):
+    """A net, and one that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.some = net(), net(), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of one or both."""
+        result: torch.Tensor = self.first(x) + (self.second(x) if self.some else 0)
+        return result
+
+
+def with_branches(p: Parts) -> TorchState:
+    p.model = Branches()
+    return adam(p)
+
+
 def with_masters(p: Parts) -> TorchState:
     return TorchState(p.model, Masters(p.model.parameters()))
 
@@ -565,6 +595,7 @@ SHAPES = {
     "masters": Shape(plain_steps, with_masters),
     "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),
+    "branching": Shape(branching, with_branches),
     "breaking": Shape(breaking, adam),
     "breaking-a-wrapper": Shape(breaking_a_wrapper, adam),
     "returning": Shape(returning, adam),

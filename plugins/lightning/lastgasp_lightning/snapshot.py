@@ -48,7 +48,7 @@ class Snapshot:
     logging: tuple[bool | None, str | None]
     callbacks: dict[str, Any]
     extra: tuple[Any, dict[str, Any], int]
-    flags: tuple[bytes, bytes]
+    flags: tuple[bytes, bytes, bytes]
     accumulate: int | None
     drawn: int | None
     all_callbacks: bool = False

@@ -46,7 +46,7 @@ class Snapshot:
     groups: list[list[dict[str, Any]]]
     scaler: dict[str, Any] | None
     extra: dict[str, Any]
-    flags: tuple[bytes, bytes]
+    flags: tuple[bytes, bytes, bytes]
     modules: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ class TorchState:
                                   "A number is kept in a dict: best = {'acc': 0.0}.")  # fmt: skip
         self.modules = {name: unwrapped(module) for name, module in self.models.items.items()}
         self.container = nn.ModuleDict(self.modules)
-        self.flags, self.extra_states = Flags(self.container), ExtraStates(self.container)
+        self.flags, self.extra_states = Flags(self.container, self.engine is None), ExtraStates(self.container)
         called = [{parts.label(name): one for name, one in parts.items.items()}
                   for parts in (self.optimizers, self.schedulers)]  # fmt: skip
         self.as_set = AsSet(called[0], called[1], "in the body of the loop over batches")
