@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import msgspec
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, ModelPruning
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
 from lastgasp.checkpoint import Manifest, SingleFile
@@ -385,3 +387,46 @@ def test_values_that_lightnings_own_checkpoint_lacks_are_named(
         for path in (tmp_path / "ckpts").glob("gasp-*"):
             path.unlink()
     assert not any(lost in note for note in incidents(tmp_path / "ckpts")[-1].notes)
+
+
+class Sampled(Small):
+    """Draws its data anew in each epoch, as recommenders draw their negatives."""
+
+    own = np.random.default_rng(0)
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        draws = {"torch": lambda: torch.rand(24, 1), "numpy": lambda: torch.tensor(np.random.rand(24, 1)).float(),
+                 "own": lambda: torch.tensor(self.own.random((24, 1))).float()}  # fmt: skip
+        x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x, draws[self.how]()), 4, shuffle=True)
+
+
+def trained_on_samples(folder: Path, how: str, *strikes: int) -> dict[str, Tensor]:
+    job = Job(folder, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1})
+    for strike in (*strikes, None):
+        job.restart()
+        seed(1)
+        model = Sampled(how)
+        trainer = job.make(strike=strike)
+        with contextlib.suppress(Boom):
+            trainer.fit(model)
+    assert trainer.global_step == 18
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", ["torch", "numpy"])
+def test_data_that_are_drawn_anew_in_each_epoch_are_those_that_were_due(tmp_path: Path, how: str) -> None:
+    straight = trained_on_samples(tmp_path / "straight", how)
+    struck = trained_on_samples(tmp_path / "struck", how, 8, 12, 13)
+    assert unequal(straight, struck) == []
+
+
+def test_data_that_cannot_be_drawn_again_are_named_and_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_on_samples(tmp_path, "own", 8)
+    assert "the data may not be those that were due: train_dataloader is called in each epoch" in caplog.text

@@ -47,6 +47,7 @@ def check(trainer: Any) -> None:
     require(trainer._logger_connector, "_callback_metrics", "_first_loop_iter", "_current_fx", "on_batch_end")
     require(fit, "epoch_progress", "_load_combined_loader_states", "_last_train_dl_reload_epoch", "_restarting")
     require(fit, "setup_data", "run", "on_advance_end", "_can_stop_early", "_data_fetcher", "_combined_loader")
+    require(fit, "_data_source")
     require(epoch, "batch_progress", "scheduler_progress", "automatic_optimization", "manual_optimization")
     require(epoch, "_batches_that_stepped", "_results", "advance", "update_lr_schedulers", "max_steps", "val_loop")
     require(epoch, "_should_accumulate", "_num_ready_batches_reached")

@@ -35,6 +35,7 @@ class DataPosition:
 
     Attributes:
         elastic: what is to be done for an `ElasticLoader`, if there is one.
+        anew: the loaders of the epoch that is continued, which are made in each epoch, are of other data now.
     """
 
     def __init__(self, trainer: Any, devices: Any = (), fit: ThisFit | None = None) -> None:
@@ -42,6 +43,7 @@ class DataPosition:
         self._rng = rng.RngRecorder(devices)
         self._combined: Any = None
         self._epoch = EpochPosition([], self._rng)
+        self._made, self.anew = b"", False
         self._undo: list[Undo] = []
         self._pending: tuple[EpochRecord, int, int] | None = None
         self.record = self._epoch.record
@@ -51,8 +53,11 @@ class DataPosition:
     def install(self) -> None:
         """Observe the loaders that the fit loop will make. Idempotent."""
         if not self._undo:
-            undo = replace_method(self._trainer.fit_loop, "_load_combined_loader_states", self._wrap_load)
-            self._undo.append(undo)
+            fit = self._trainer.fit_loop
+            self._undo = [
+                replace_method(fit, "_load_combined_loader_states", self._wrap_load),
+                replace_method(fit._data_source, "dataloader", self._wrap_making),
+            ]
 
     def uninstall(self) -> None:
         """Undo everything. Idempotent."""
@@ -80,13 +85,26 @@ class DataPosition:
 
         return load
 
+    def _wrap_making(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        def dataloader() -> Any:
+            # where it is called in each epoch it may draw the epoch's data: in a resume the same ones once more
+            if self._trainer.reload_dataloaders_every_n_epochs:
+                made = self._pending[0].made if self._pending is not None else b""
+                if made:
+                    rng.restore(rng.decode(made))
+                self._made = made or self._rng.snapshot()
+            return original()
+
+        return dataloader
+
     def _prepare(self, combined: Any) -> None:
         self.elastic.adopt(combined.flattened)
         self._release()
         loaders = combined.flattened
         saved = self._pending[0].data if self._pending is not None else ""
         digest = self._fit.look_at_data(loaders, saved) if self._fit is not None else ""
-        self._epoch = EpochPosition(loaders, self._rng, digest)
+        self._epoch = EpochPosition(loaders, self._rng, digest, self._made)
+        self.anew = bool(saved) and digest != saved
         self.record = self._epoch.record
         # Lightning fetches one batch ahead if it cannot know the length
         unsized = any(sized_len(loader) is None for loader in loaders)

@@ -35,7 +35,7 @@ class EpochPosition:
     Args:
         loaders: of the epoch.
         recorder: captures random state.
-        data: fingerprint of the data, recorded with the position.
+        data: fingerprint of the data, recorded with the position; made: as in `EpochRecord`.
 
     Attributes:
         ahead: the framework may fetch batches before those before them are consumed, and draws random numbers for them;
@@ -43,8 +43,8 @@ class EpochPosition:
         watching: `before_fetch` is to be called.
     """
 
-    def __init__(self, loaders: Sequence[Any], recorder: rng.RngRecorder, data: str = "") -> None:
-        self.loaders, self._rng, self._data = list(loaders), recorder, data
+    def __init__(self, loaders: Sequence[Any], recorder: rng.RngRecorder, data: str = "", made: bytes = b"") -> None:
+        self.loaders, self._rng, self._data, self._made = list(loaders), recorder, data, made
         self.positions: list[LoaderPosition] = [position_of(loader, recorder) for loader in loaders]
         self.kinds = [position.kind for position in self.positions]
         self.ahead = False
@@ -169,7 +169,7 @@ class EpochPosition:
             self._old = False
             states, fetch = self._before.get(consumed, _NOTHING)
             states = states or [b""] * len(self.kinds)
-            head = EpochRecord(kinds=self.kinds, states=states, fetch=fetch, data=self._data)
+            head = EpochRecord(kinds=self.kinds, states=states, fetch=fetch, data=self._data, made=self._made)
             self._encoded = encode_epoch(head, self._starts)
         return self._encoded
 

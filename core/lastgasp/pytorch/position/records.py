@@ -19,6 +19,7 @@ class EpochRecord(msgspec.Struct, kw_only=True):
         states: of the loaders that have one; empty for the others.
         fetch: random state right before the first batch was fetched that is not consumed; empty where none was ahead.
         data: fingerprint of the data, as the adapter knows it.
+        made: random state right before the loaders were made, where they may have drawn their data with it.
         starts: of the loaders.
     """
 
@@ -26,6 +27,7 @@ class EpochRecord(msgspec.Struct, kw_only=True):
     states: list[bytes] = []
     fetch: bytes = b""
     data: str = ""
+    made: bytes = b""
     starts: list[PassStart] = []
 
 
