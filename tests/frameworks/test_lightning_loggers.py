@@ -211,6 +211,25 @@ def test_two_fits_that_share_a_logger_share_its_version(tmp_path: Path) -> None:
     assert rows(tmp_path / "faulted") == rows(tmp_path / "straight")
 
 
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_second_fit_of_a_named_checkpoint_logs_no_step_twice(tmp_path: Path, epochs: int) -> None:
+    """As without us: what is replayed at the boundary has been logged, as the same logger went on behind it."""
+    job = Job(tmp_path)
+    job.restart()
+    seed(3)
+    model, keeps = Small(), ModelCheckpoint(tmp_path / "kept", save_last=True)
+    trainer = job.make(keeps, logger=CSVLogger(tmp_path / "logs"), enable_checkpointing=True, log_every_n_steps=1)
+    assert fit(trainer, model, val_dataloaders=DataLoader(data(5), 8))
+    first = rows(tmp_path)
+    trainer.fit_loop.max_epochs = epochs
+    assert fit(trainer, model, val_dataloaders=DataLoader(data(5), 8), ckpt_path="last")
+    assert rows(tmp_path)[: len(first)] == first
+    losses = [int(row["step"]) for row in rows(tmp_path) if "loss_step" in row]
+    assert losses == list(range(6 * epochs))
+    assert [row["step"] for row in rows(tmp_path) if "val_loss" in row] == ["5", "11", "17"][:epochs]
+    assert [row["step"] for row in rows(tmp_path) if "loss_epoch" in row] == ["5", "11", "17"][:epochs]
+
+
 class Told(L.Callback):
     """Raises between the boundary and the row that Lightning logs behind it."""
 

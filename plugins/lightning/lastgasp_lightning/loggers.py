@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lastgasp.adapter import Gather
+from lastgasp_lightning.boundary import before_calls
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.csvrows import count_rows, keep_rows
 from lastgasp_lightning.eventfiles import cut_events, files_of, holds_nothing, writer_of
@@ -31,7 +32,8 @@ class LogRecord:
     """The loggers of one fit that choose their own versions; others are not touched.
 
     Order: `install` in `on_fit_start`, `own` when training begins, `mark` at each boundary. In a resume `hold` before
-    callbacks get their states, `go_on` when the checkpoint is loaded, on all ranks.
+    callbacks get their states, `go_on` when the checkpoint is loaded, on all ranks; where the user has named the
+    checkpoint `hush`, at its boundary.
 
     Args:
         trainer: of this fit; directory: where its checkpoints are.
@@ -129,6 +131,30 @@ class LogRecord:
             if before is not None and callback.dirpath == before:
                 callback.dirpath = now
             callback.load_state_dict(copy.deepcopy(state))
+
+    def hush(self, mark: bytes) -> None:
+        """Log nothing of what is replayed at the boundary of `mark`: these very loggers have gone on behind it.
+
+        An earlier fit of this process has: a new logger would have chosen a version of its own.
+        """
+        if len(mark) < _MOMENT.size or not self._trainer.is_global_zero:
+            return
+        known, fit = json.loads(mark[_MOMENT.size :]), self._trainer.fit_loop
+        found = [
+            logger for number, logger in enumerate(self._trainer.loggers)
+            if is_automatic(logger) and any(
+                (one["logger"], one["folder"]) == (number, str(Path(logger.log_dir).absolute())) for one in known
+            )
+        ]  # fmt: skip
+        undo = [replace_method(logger, "log_metrics", lambda _: lambda *given, **options: None) for logger in found]
+
+        def over() -> None:
+            while undo:
+                undo.pop()()
+
+        undo += [before_calls(fit.epoch_loop, "advance", over)]
+        undo += [before_calls(fit, name, over) for name in ("on_advance_start", "on_run_end")]
+        self._undo.append(over)
 
     def _say_unknown(self) -> None:
         if self._trainer.is_global_zero and any(is_automatic(logger) for logger in self._trainer.loggers):

@@ -61,6 +61,7 @@ class Resume:
     Attributes:
         put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
         bring: the same from the record of a gasp; returns what to note.
+        reached: called at the boundary, before what was due there is replayed.
         in_place: it was, in a process that may have trained before.
         goes_on: whether it is the training of the checkpoint that goes on (`LightningSelector`), not one after its end;
             the same on all ranks, which ask together. ends: it does, and was asked to stop at its boundary.
@@ -74,6 +75,7 @@ class Resume:
         self.notes: list[str] = []
         self.put_back: Callable[[], object] = bool
         self.bring: Callable[[dict[str, Any]], str] = lambda _: ""
+        self.reached: Callable[[], object] = bool
         self.in_place = False
         self.goes_on: Callable[[], bool] = lambda: True
         self.ends = False
@@ -159,6 +161,7 @@ class Resume:
         """The first `advance`: stay at the boundary, fetch nothing. Lightning continues with `on_advance_end`."""
         record, fit = self._record, trainer.fit_loop
         self.uninstall()
+        self.reached()
         self.put_back()
         if missing := self.bring(record):
             self._note(missing)

@@ -182,8 +182,12 @@ class LightningRun(Training):
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Arrange the return to the boundary of `checkpoint`."""
-        if self.resume.install(self.trainer, checkpoint) and self.selector.same_run:
+        if not self.resume.install(self.trainer, checkpoint):
+            return
+        if self.selector.same_run:
             self.logs.hold(logged(checkpoint), checkpoint)
+        else:
+            self.resume.reached = partial(self.logs.hush, logged(checkpoint))
 
     def set_up(self) -> None:
         """`on_fit_start`: hook the optimizers and the module, where their state is restored already."""
