@@ -73,9 +73,21 @@ def test_a_wrong_value_is_refused_with_its_name(option: str, value: str) -> None
         parsed(option, value)
 
 
-def test_no_directory_at_all_is_refused() -> None:
+def test_no_directory_to_save_in_is_refused() -> None:
     with pytest.raises(ConfigError, match="--save"):
-        options_of(Namespace(save=None, load=None))
+        options_of(Namespace(save=None, load="of others"))
+
+
+def test_a_trial_that_saves_nothing_is_left_alone_and_nothing_is_written_where_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """--load may be a directory of others, who would start from the trial's last step."""
+    monkeypatch.delenv("RANK", raising=False)
+    args = Namespace(save=None, load=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(get_args=lambda: args))
+    training = Training(lambda: None)
+    assert training._around_setup(lambda *given: given, (1, 2), {}) == (1, 2)
+    assert training._run is None and not list(tmp_path.iterdir()) and "--lastgasp-dir" in caplog.text
 
 
 def test_a_version_without_a_provider_is_called_as_it_is() -> None:

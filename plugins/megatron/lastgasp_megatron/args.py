@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 
 from lastgasp.adapter import OPTION_NAMES, ConfigError, Options
 
+log = logging.getLogger("lastgasp")
+
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
 _HELP = {
-    "dir": "where gasps and incidents go, the same on all ranks; default: LASTGASP_DIR, else --save, else --load",
+    "dir": "where gasps and incidents go, the same on all ranks; default: LASTGASP_DIR, else --save",
     "keep": "how many gasps to keep; default 3. Megatron's own checkpoints are never removed",
     "resume": "auto (default): the newest iteration that verifies on all ranks; the path of an iter_* directory; or "
     "never: only what this job saved, and until there is any what the tracker in --load names, unverified",
@@ -73,20 +76,27 @@ def options_of(args: Any) -> Options:
     Raises:
         ConfigError: a value that is not allowed, or no directory at all.
     """
-
-    return Options.resolve(_directory(args), **{name: getattr(args, f"lastgasp_{name}", None) for name in OPTION_NAMES})
-
-
-def _directory(args: Any) -> str | Path:
-    candidates = (
-        getattr(args, "lastgasp_dir", None),
-        os.environ.get("LASTGASP_DIR"),
-        getattr(args, "save", None),
-        getattr(args, "load", None),
-    )
-    chosen = next((value for value in candidates if value), None)
-    if chosen is None:
+    directory = _directory(args)
+    if directory is None:
         raise ConfigError(
             "--lastgasp-dir", None, "a directory for the gasps", "Give --save, --lastgasp-dir or LASTGASP_DIR."
         )
-    return Path(chosen)
+    return Options.resolve(Path(directory), **{name: getattr(args, f"lastgasp_{name}", None) for name in OPTION_NAMES})
+
+
+def saves(args: Any) -> bool:
+    """Whether there is a directory to save in; where not, that is said once, by rank 0.
+
+    Without --save Megatron writes nothing (a trial, a profile). What it loads from may belong to others.
+    """
+    if _directory(args) is not None:
+        return True
+    if os.environ.get("RANK", "0") == "0":
+        log.warning("without --save nothing is saved after a fault: lastgasp takes no part in this training. Give "
+                    "--save, --lastgasp-dir or LASTGASP_DIR to have it protected")  # fmt: skip
+    return False
+
+
+def _directory(args: Any) -> str | Path | None:
+    given = getattr(args, "lastgasp_dir", None), os.environ.get("LASTGASP_DIR"), getattr(args, "save", None)
+    return next((value for value in given if value), None)

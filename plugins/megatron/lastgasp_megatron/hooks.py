@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lastgasp.adapter import Hook, argument
 from lastgasp.adapter.torch import EnteredFromFiles
 from lastgasp_megatron.again import Pretrain
+from lastgasp_megatron.args import saves
 from lastgasp_megatron.exits import around_load
 from lastgasp_megatron.lead import leads_itself
 from lastgasp_megatron.own_part import without_gloo
@@ -105,7 +106,7 @@ class Training:
         from lastgasp_megatron.run import Run
 
         megatron = get_args()
-        if getattr(megatron, "skip_train", False) or leads_itself(megatron):
+        if getattr(megatron, "skip_train", False) or leads_itself(megatron) or not saves(megatron):
             return call(*args, **kwargs)
         self._run = run = Run(megatron, self._again)
         atexit.register(self._at_exit)
