@@ -71,6 +71,7 @@ _SCRIPTS = {
     "train_lightning_sharded.py": "lightning",
     "train_reused.py": "loop",
     "train_replicated.py": "loop",
+    "train_undecorated.py": "loop",
     "train_sharded.py": "loop",
     "train_kept.py": "loop",
     "train_odd.py": "loop",
