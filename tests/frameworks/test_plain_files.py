@@ -224,6 +224,24 @@ def test_the_best_one_beside_a_sessions_own_is_the_best_one(tmp_path: Path) -> N
     assert newest_good(tmp_path) == str(adopted), "`lastgasp manifest` only knows its name"
 
 
+def test_where_no_file_of_the_scripts_own_is_good_the_sessions_are_taken(tmp_path: Path) -> None:
+    """Weights by torch.save, which nobody can verify, and a damaged file; what is newest decides nothing here."""
+    saved_by(tmp_path / "step=00000008.pt", "pytorch-loop", 8)
+    last = saved_by(tmp_path / "step=00000012.pt", "pytorch-loop", 12)
+    torch.save(state(1), tmp_path / "final.pt")
+    save(state(3), tmp_path / "init.pt", step=400)
+    corrupt.flip_bit(tmp_path / "init.pt", 300)
+    before = sorted(tmp_path.iterdir())
+    assert newest_good(tmp_path) == str(last)
+    corrupt.flip_bit(last, 50)
+    assert newest_good(tmp_path) == str(tmp_path / "step=00000008.pt")
+    assert sorted(tmp_path.iterdir()) == before, "nothing is moved"
+    corrupt.flip_bit(tmp_path / "step=00000008.pt", 50)
+    with pytest.raises(NoGoodCheckpoint) as caught:
+        newest_good(tmp_path)
+    assert len(caught.value.reasons) == 4
+
+
 def test_among_equal_steps_the_one_saved_last_is_the_newest(tmp_path: Path) -> None:
     for name in ("b.pt", "c.pt", "a.pt"):
         save(state(1), tmp_path / name)

@@ -35,8 +35,8 @@ def newest_good(
         quarantine: whether newer ones that are proven bad are moved away, once a good one is found.
         job: when given, checkpoints of other jobs are not used.
         fit: when given, those of other fits are ignored.
-        format: when given, those that a job has saved in another one are ignored, unless there are no others; none
-            of them is moved away then.
+        format: when given, those that a job has saved in another one come last, and where one of them is good none
+            is moved away.
 
     Raises:
         NoGoodCheckpoint: there are checkpoints, and none can be trusted. A file without a manifest counts:
@@ -47,16 +47,15 @@ def newest_good(
     found = candidates(folders, layout, job)
     if fit is not None:
         found = of_fit(found, fit)
-    if format is not None and found:
-        own = [one for one in found if not _of_another_format(one, format)]
-        found, quarantine = own or found, quarantine and bool(own)
+    foreign = {one.path for one in found if format is not None and _of_another_format(one, format)}
+    found = sorted(found, key=lambda one: one.path in foreign)  # and as they were in each part
     rejected: list[tuple[Candidate, list[str], bool]] = []
     for candidate in found:
         reasons, proven = _judge(candidate, layout)
         if not reasons:
             for worse, why, _ in rejected:
                 _log.warning("%s is not used: %s", worse.path, "; ".join(why))
-            _quarantine_all(rejected if quarantine else [], layout)
+            _quarantine_all(rejected if quarantine and candidate.path not in foreign else [], layout)
             return candidate
         rejected.append((candidate, reasons, proven))
     if found:
