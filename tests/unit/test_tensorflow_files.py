@@ -23,7 +23,7 @@ from lastgasp.cli._layouts import find
 from lastgasp.errors import CheckpointError, ConfigError, NoGoodCheckpoint
 from lastgasp.ports import Layout
 from lastgasp.tensorflow import TensorFlowLayout, bundle, newest_good, prefixes, seal
-from lastgasp.tensorflow.layout import LAYOUT
+from lastgasp.tensorflow.layout import LAYOUT, OfNames
 from lastgasp.tensorflow.statefile import NAME, State, encode, parse, repaired
 from lastgasp.testing import corrupt
 from support.tf_files import GOLDEN, put, state_of, write
@@ -252,6 +252,15 @@ def test_names_that_have_their_number_elsewhere_are_one_row(tmp_path: Path, name
     if spoil == "flip":
         corrupt.flip_bit(Path(f"{prefixes_[1]}.index"), 20)
     assert newest_good(tmp_path) == str(prefixes_[0])
+
+
+@pytest.mark.parametrize("metric", ["0.05", "-0.12", "1.5", "12", "1e-05", "-2.5e+07", "nan", "inf", "-inf"])
+@pytest.mark.parametrize("shape", ["weights.{}-{}", "epoch{}_loss={}.ckpt"])
+def test_names_with_a_metric_are_one_row(tmp_path: Path, metric: str, shape: str) -> None:
+    names = [shape.format("04", "0.31"), shape.format("05", metric)]
+    for name in (*names, "best-06-0.31"):
+        write(tmp_path / name, {"w": [1.0]})
+    assert {path.name for path in OfNames(names[:1]).discover(tmp_path)} == set(names)
 
 
 def test_without_a_manager_the_newest_is_chosen_whatever_its_name(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from lastgasp.checkpoint import ScatteredLayout
 
 FORMAT = "tensorflow"
 """`format` in the manifests."""
+_NUMBER = re.compile(r"(?<=[-_=])[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)(?![A-Za-z0-9])|\d+")
+"""Metrics as Keras writes them into names: `-0.12`, `1e-05`, `nan`."""
 _SHARD = re.compile(r"(.+)\.data-\d{5}-of-(\d{5})")
 
 
@@ -50,7 +52,7 @@ class OfNames(TensorFlowLayout):
 
 
 def _unnumbered(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    return _NUMBER.sub("#", name)
 
 
 LAYOUT = TensorFlowLayout()
