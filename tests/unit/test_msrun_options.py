@@ -287,3 +287,6 @@ def test_taskds_msrun_is_the_one_beside_this_python(
     (tmp_path / "msrun").chmod(0o755)
     assert msrun.taskds_msrun(["--worker_num", "8", "train.py"]) == 7
     assert (tmp_path / "told").read_text() == "1 --join True --worker_num 8 train.py\n"
+    monkeypatch.setenv("LASTGASP", "0")
+    assert msrun.taskds_msrun(["train.py"]) == 7
+    assert (tmp_path / "told").read_text() == "0 --join True train.py\n", "switched off"

@@ -85,7 +85,8 @@ def taskds_msrun(arguments: list[str]) -> int:
     _find_python()
     if shutil.which("msrun") is None:
         raise MissingExtra(FRAMEWORK, "mindformers")
-    process = subprocess.Popen(["msrun", *with_join(arguments)], env=os.environ | {"LASTGASP": "1"})
+    environ = os.environ | {"LASTGASP": os.environ.get("LASTGASP") or "1"}
+    process = subprocess.Popen(["msrun", *with_join(arguments)], env=environ)
     before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     try:
         return process.wait()
