@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from lastgasp.adapter.mindspore import (
     layout_of,
     place_of_callback,
 )
-from lastgasp.checkpoint import Provenance, Staged, World
+from lastgasp.checkpoint import Provenance, Staged, World, candidates
 from lastgasp.checkpoint.adopt import read_entries, write_manifest
 from lastgasp.checkpoint.retention import prune
 from lastgasp.cli.manifest import adopt_all
@@ -351,6 +352,19 @@ def test_steps_of_a_larger_batch_are_worth_more(tmp_path: Path, ext: str, manife
     home.batch = 2
     home.put(21)
     home.went_on_from(21)
+
+
+def test_the_order_by_samples_lists_no_folder_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank does it at each start, over the folders of all of them."""
+    home = Home(tmp_path, ranks=3, batch=4).fill(6, 8)
+    home.batch = 8
+    home.put(5, "_1")
+    listed, found = [], candidates([home.checkpoints], LEGACY)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", lambda *where: listed.append(where) or [])
+        assert [c.step for c in by_samples(found)] == [5, 8, 6] and listed == []
+    home.file(5, 0).unlink()
+    assert [c.step for c in by_samples(found)] == [5, 8, 6], "the next rank tells"
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -15,7 +15,7 @@ from pathlib import Path
 from lastgasp.checkpoint import Damage, Verdict
 from lastgasp.checkpoint.adopt import data_files
 from lastgasp.mindspore.content import BATCH, EPOCH, STEP, Content, Unreadable, read_content
-from lastgasp.mindspore.layout import ITERATIONS, LEGACY, rank_of
+from lastgasp.mindspore.layout import ITERATIONS, LEGACY, LegacyName, rank_of
 from lastgasp.ports import Layout
 
 _DATA = (".ckpt", ".safetensors")
@@ -51,6 +51,9 @@ def told_batch(checkpoint: Path, layout: Layout) -> int | None:
             return None
         batch = told.get(BATCH) if isinstance(told, dict) else None
         return batch if isinstance(batch, int) and batch > 0 else None
+    name = LegacyName.parse(checkpoint.name) if layout is LEGACY else None
+    if name is not None and isinstance(first := content_of(checkpoint.parent / name.file(0)), Content):
+        return first.numbers.get(BATCH) or None  # a listing of all ranks' folders for each checkpoint takes long
     try:
         files = sorted(data_files(checkpoint, layout).items())
     except OSError:
