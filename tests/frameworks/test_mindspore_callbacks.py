@@ -25,6 +25,7 @@ def test_a_gasp_waits_while_the_framework_may_be_saving(tmp_path: Path) -> None:
     told = json.loads(finished.output.splitlines()[-1])
     assert told["begins"] == [12, 3, 4], "as CheckpointMonitor names the last step of an epoch"
     assert told["pynative"] == [12, 3, 4]
+    assert told["sinks"] == [3, 3, 3, 4]
     assert told["pynative again"] == {"checkpoint_path": "x"}, "a second training is left alone"
     assert told["scale"] == [None, None, 8.0, 4.0, None, None], "what a user's network returns costs no training"
     assert told["others"] == [13, True]

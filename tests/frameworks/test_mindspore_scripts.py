@@ -45,6 +45,13 @@ def test_a_users_first_epoch_is_known_to_a_resume(tmp_path: Path) -> None:
     assert job(tmp_path, "later").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], finished.output
 
 
+def test_a_users_first_epoch_with_a_sink_size_is_known_too(tmp_path: Path) -> None:
+    assert run(tmp_path, "sinks", "raises").returncode != 0
+    finished = run(tmp_path, "sinks")
+    assert finished.returncode == 0, finished.output
+    assert job(tmp_path, "sinks").steps(0) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12]], finished.output
+
+
 def test_what_callbacks_have_left_is_not_loaded_over_a_resume(tmp_path: Path) -> None:
     assert run(tmp_path, "leaves", "raises").returncode != 0
     finished = run(tmp_path, "leaves")

@@ -47,7 +47,7 @@ def load(
     log.info("resuming after step %d of %s", choice.step, choice.path)
     begun = choice.step // size
     if arguments.get("initial_epoch"):  # the user's own count of epochs, in which the file is named
-        begun = choice.epoch if choice.within >= size else choice.epoch - 1
+        begun = choice.epoch if choice.step % size == 0 else choice.epoch - 1
     return arguments | {"initial_epoch": begun}, choice.aux
 
 

@@ -14,7 +14,7 @@ from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN
 from lastgasp_mindformers import begun, later
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later
-from lastgasp_mindformers.data import UNSEEDED, changed, described
+from lastgasp_mindformers.data import UNSEEDED, changed, described, steps_of_epoch
 from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.exits import kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
@@ -114,7 +114,7 @@ class Run:
         self.life.on_close(self._faults.undo)
         self._left_files = LeftFiles()
         self._aux = b""
-        self._seen = self._epochs = 0
+        self._seen = self._epochs = self._size = 0
         self._dataset: Any = None
         self._ended = self._saves = self._first = self._left = False
         self.session.register(device(), versions())
@@ -158,7 +158,9 @@ class Run:
             self._dataset = arguments["train_dataset"]
             own_count = arguments.get("initial_epoch")
             arguments, self._aux = load(self.selector, network, arguments, self._searched(others))
-            self._epochs = int(arguments["initial_epoch"]) if own_count else 0
+            if own_count:
+                self._epochs = int(arguments["initial_epoch"])
+                self._size = steps_of_epoch(arguments, mindspore.get_context("device_target"))
             if self.selector.resumed:
                 for why in not_repeated(self._dataset, self.selector.resumed):
                     self.session.note(why)
@@ -255,8 +257,8 @@ class Run:
         self._saves = any(is_monitor(callback) for callback in params.list_callback)
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
         epoch = _epoch(params, done)
-        if self._epochs:  # the user has begun at a later one
-            epoch += self._epochs - done // int(params.batch_num)
+        if self._epochs:  # the user has begun at a later one; these are over, and `batch_num` may be a `sink_size`
+            epoch = self._epochs + (not done or done % self._size != 0)
         self.state.begin(Numbers(step=done, epoch=epoch, within=within))
         self._seen = done
         self._first = True

@@ -87,6 +87,18 @@ def pynative_at(done: int) -> list[int]:
     return [run.state.numbers.step, run.state.numbers.epoch, run.state.numbers.within]
 
 
+def sinks() -> list[int]:
+    """The epoch of what was resumed from: four steps each on CPU, whatever `sink_size` says; the user began at 2."""
+    found = []
+    for done, over in ((0, 2), (3, 2), (4, 3), (6, 3)):
+        run = made(RankStatus())
+        run._epochs, run._size, run.selector = over, 4, SimpleNamespace(resumed=done)
+        params = SimpleNamespace(list_callback=[], cur_step_num=0, batch_num=2, cur_epoch_num=over)
+        run.begin(params)
+        found.append(run.state.numbers.epoch)
+    return found
+
+
 def digests() -> list[bool]:
     """Of two equal networks; of one whose parameters, statistics, optimizer differ; and of one with bfloat16."""
 
@@ -156,6 +168,7 @@ def main(folder: str) -> dict[str, Any]:
     told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]
     told["pynative"] = pynative_at(12)
     options: Any = None
+    told["sinks"] = sinks()
     told["pynative again"] = protected(lambda **given: given, None, {"checkpoint_path": "x"}, options)
     vars(module)["_home"] = None
     told["digests"], told["holders"] = digests(), holders()

@@ -79,6 +79,13 @@ def later(folder: Path, fails: str) -> None:
     model.train(8, dataset, callbacks=callbacks, initial_epoch=5)
 
 
+def sinks(folder: Path, fails: str) -> None:
+    """The user's own count, and `sink_size` on CPU, where MindSpore counts as without it."""
+    model, dataset, _ = made()
+    callbacks = [Losses(), *([Fails(4)] if fails else []), LastGasp(str(folder / "ckpts"))]
+    model.train(5, dataset, callbacks=callbacks, dataset_sink_mode=True, sink_size=2, initial_epoch=2)
+
+
 def leaves(folder: Path, fails: str) -> None:
     """OnRequestExit, the file that it has left behind long ago, and BackupAndRestore with that of its last epoch."""
     model, dataset, _ = made()
