@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -756,6 +758,33 @@ def test_wrong_values_are_refused(tmp_path: Path) -> None:
         TorchState(nn.Linear(1, 1), extra={"best": 0.0})
     with pytest.raises(ConfigError, match="belongs into model"):
         TorchState(nn.Linear(1, 1), extra={"ema": nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize("bad", [Lock(), defaultdict(lambda: 0)], ids=["copy", "pickle"])
+def test_extra_that_no_file_can_hold_is_refused(bad: Any, tmp_path: Path) -> None:
+    state = TorchState(model := nn.Linear(1, 1), SGD(model.parameters()), extra={"mine": {"bad": bad}})
+    with pytest.raises(ConfigError, match=r"extra\['mine'\]"):
+        Session.open(tmp_path, state=state)
+
+
+@pytest.mark.parametrize("bad", [Lock(), defaultdict(lambda: 0)], ids=["copy", "pickle"])
+def test_what_cannot_be_saved_of_extra_costs_no_step(
+    bad: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tensor of a graph is saved without it; any other thing keeps that item as it was before."""
+    mine: dict[str, Any] = {"at": 0}
+    state = TorchState(model := nn.Linear(1, 1), SGD(model.parameters()), extra={"mine": mine})
+    with Session.open(tmp_path, state=state, every=1) as session:
+        mine |= {"at": 1, "hidden": model(torch.ones(1))}
+        step(session, state)
+        assert "cannot be saved" not in caplog.text
+        mine |= {"at": 2, "bad": bad}
+        step(session, state)
+        step(session, state)
+    assert caplog.text.count("extra['mine'] cannot be saved") >= 1
+    stored = torch.load(tmp_path / "step=00000003.pt", weights_only=False)
+    assert stored["extra"]["mine"]["at"] == 1 and not stored["extra"]["mine"]["hidden"].requires_grad
+    assert any("extra['mine'] cannot be saved" in note for note in stored["lastgasp"]["notes"])
 
 
 def test_the_public_module_loads_torch_only_when_asked() -> None:

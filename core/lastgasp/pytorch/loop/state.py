@@ -22,10 +22,11 @@ from lastgasp.pytorch.extrastate import ExtraStates, put
 from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
+from lastgasp.pytorch.loop.extras import Extras, fill, state_of
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
 from lastgasp.pytorch.own_dtypes import load_parts
-from lastgasp.pytorch.owncopy import fill_in, own_copy
+from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.pytorch.zero import is_zero
@@ -112,7 +113,7 @@ class TorchState:
                                   "a dict, or an object with state_dict() and load_state_dict()",
                                   "A number is kept in a dict: best = {'acc': 0.0}.")  # fmt: skip
         self.modules = {name: unwrapped(module) for name, module in self.models.items.items()}
-        self.container = nn.ModuleDict(self.modules)
+        self.container, self._extras = nn.ModuleDict(self.modules), Extras(self.extra)
         self.flags, self.extra_states = Flags(self.container, self.engine is None), ExtraStates(self.container)
         called = [{parts.label(name): one for name, one in parts.items.items()}
                   for parts in (self.optimizers, self.schedulers)]  # fmt: skip
@@ -147,8 +148,10 @@ class TorchState:
         """Refuse what the survivors alone could not save.
 
         Raises:
-            ConfigError: a sharded or an unwrapped model, an optimizer that gathers its state from other ranks.
+            ConfigError: a sharded or an unwrapped model, an optimizer that gathers its state from other ranks, `extra`
+                that no file can hold.
         """
+        self._extras.require()
         if self.sharded:
             self._require_describable(world_size)
             if not self.partitioned:
@@ -235,21 +238,23 @@ class TorchState:
 
     def extra_digest(self) -> bytes:
         """Digest of the current `extra`; empty if there is none."""
-        return digest(leaves([_state_of(item) for item in self.extra.values()])) if self.extra else b""
+        return digest(leaves([state_of(item) for item in self.extra.values()])) if self.extra else b""
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
     def snapshot(self, step: int, epoch: int, *, whole: bool = True) -> Snapshot:
         """Capture the current auxiliary state. Takes microseconds, but for `whole`: with modules' extra state."""
+        extra, notes = self._extras.take(whole and not self.sharded)
         return Snapshot(
             step,
             epoch,
             [own_copy(s.state_dict()) for s in self.schedulers.values()],
             [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()],
             scaler_state(self.scaler),
-            {name: copy.deepcopy(_state_of(item)) for name, item in self.extra.items()},
+            extra,
             self.flags.take(),
             {} if self.sharded else self.extra_states.take() if whole else self.extra_states.step_over(step),
+            notes,
         )
 
     # -- dump ---------------------------------------------------------------------------------------------
@@ -338,7 +343,7 @@ class TorchState:
         flags = checkpoint.get("flags")
         groups = [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()]
 
-        def fill() -> None:
+        def again() -> None:
             for name, value in self.container.named_buffers():
                 if name in kept and kept[name].shape == value.shape:  # else made since then, by the user's own code
                     value.detach().copy_(kept[name])
@@ -349,7 +354,7 @@ class TorchState:
             self._fill_aux(*aux)
             self.flags.restore(flags, tell=False)
 
-        return fill
+        return again
 
     def _fill_aux(self, schedulers: Mapping[str, Any], scaler: Any, extra: Mapping[str, Any]) -> None:
         for name, item in self.schedulers.items.items():
@@ -357,7 +362,7 @@ class TorchState:
         if self.scaler is not None and scaler:
             self.scaler.load_state_dict(scaler)
         for name, item in self.extra.items():
-            _fill(item, extra[name])
+            fill(item, extra[name])
 
     def _roles(self) -> tuple[Parts, ...]:
         return (self.schedulers,) if self.sharded else (self.models, self.optimizers, self.schedulers)
@@ -427,17 +432,6 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     if isinstance(lr, Tensor):  # schedulers fill a tensor learning rate in place
         copied["lr"] = lr.clone()
     return copied
-
-
-def _state_of(item: Any) -> Any:
-    return item if isinstance(item, dict) else item.state_dict()
-
-
-def _fill(item: Any, stored: Any) -> None:
-    if isinstance(item, dict):
-        fill_in(item, stored)
-    else:
-        item.load_state_dict(stored)
 
 
 def _replaced(state: dict[str, Any], places: Mapping[Address, Tensor]) -> dict[str, Any]:
