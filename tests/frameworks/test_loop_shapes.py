@@ -577,6 +577,12 @@ def with_branches(p: Parts) -> TorchState:
     return adam(p)
 
 
+def lazy(p: Parts) -> TorchState:
+    """Without shapes before the first forward pass."""
+    p.model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(8, 1))
+    return adam(p)
+
+
 def with_masters(p: Parts) -> TorchState:
     return TorchState(p.model, Masters(p.model.parameters()))
 
@@ -592,6 +598,7 @@ SHAPES = {
     "extra-state": Shape(per_epoch, counted),
     "momentum-encoder": Shape(plain_steps, with_a_momentum_encoder),
     "observers": Shape(plain_steps, observed),
+    "lazy": Shape(plain, lazy),
     "masters": Shape(plain_steps, with_masters),
     "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),

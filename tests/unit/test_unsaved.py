@@ -188,6 +188,36 @@ def test_data_and_samplers_that_training_changes_are_named() -> None:
     assert set(named.split(", ")) == {"Rows.weights", "Rows.rate", "Counts.calls", "Passes.passes"}
 
 
+class Makes(nn.Module):
+    """Buffers in its first forward pass, and one that grows."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.linear, self._which = nn.Linear(1, 1), which
+        self.register_buffer("filled", None)
+        self.register_buffer("grows", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._which == "made" and not hasattr(self, "made"):
+            self.register_buffer("made", x.detach())
+        if self._which == "filled":
+            self.filled = x.detach()
+        if self._which == "grows":
+            self.grows = torch.cat([self.grows, x.detach()])
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+@pytest.mark.parametrize("which", ["none", "made", "filled", "grows"])
+def test_buffers_that_forward_makes_are_named_before_a_resume_refuses_them(which: str) -> None:
+    state, told = TorchState(model := Makes(which)), list[str]()
+    kept = NotSaved(state, None, told.append)
+    model(torch.ones(1))
+    kept.step_over()
+    assert [f": model.{which}. A new process" in note for note in told] == [True] * (which != "none")
+    assert kept.notes() == told
+
+
 def test_data_that_are_told_where_they_are_are_not() -> None:
     told, endless = Told(), Endless()
     unsaved = UnsavedData()

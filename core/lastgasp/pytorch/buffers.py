@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lastgasp.errors import NotSaveable
 from lastgasp.pytorch.compiled import compiled
@@ -37,7 +38,9 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Where]]:
     """Each persistent buffer of `module`: its key in `state_dict` -> the dictionary and name that hold it."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, value in child._buffers.items():
-            if value is not None and name not in child._non_persistent_buffers_set:
+            if value is None or is_lazy(value):  # it has no shape before the first forward pass
+                continue
+            if name not in child._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, (child._buffers, name)
 
 
@@ -67,6 +70,7 @@ class BufferRecorder:
     def refresh(self) -> None:
         """Lay the buffers out anew, after one changed its shape, type or device."""
         found = dict(persistent_buffers(self._module)) if self._module is not None else {}
+        self._lazy = [one for one in self._module.buffers() if is_lazy(one)] if self._module is not None else []
         if not self._host:
             found = {name: at for name, at in found.items() if not _in_host_memory(at[0][at[1]])}
         self._where = list(found.values())
@@ -89,6 +93,8 @@ class BufferRecorder:
     @property
     def changed_layout(self) -> bool:
         """Whether a buffer no longer fits the layout."""
+        if self._lazy and not all(map(is_lazy, self._lazy)):
+            return True
         fast = self._slots[0].fast if self._slots else None
         if fast is not None and fast.same():
             return False

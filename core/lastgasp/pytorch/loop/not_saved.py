@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
+from lastgasp.pytorch.loop.unlike import MadeBuffers
 from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
 
 UNEVEN = (
@@ -20,15 +22,20 @@ class NotSaved:
     Args:
         state: the user's, filled.
         kept: of a training that may be entered again.
+        note: reports what people must know (`Session.note`).
     """
 
-    def __init__(self, state: Any, kept: KeptObjects | None = None) -> None:
+    def __init__(
+        self, state: Any, kept: KeptObjects | None = None, note: Callable[[str], object] | None = None
+    ) -> None:
         modules = state.container if state.engine is None else state.engine.module  # an engine's own counters are saved
         self._modules, self._data = Unsaved(modules), UnsavedData()
         if kept is not None:
             kept.begun = self._modules.since(kept.begun, kept.same(state))
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), sharded=state.sharded)
         self._loaders: list[object] = []
+        self._made = None if state.sharded else MadeBuffers(state.container)
+        self._note = note
         self._state = state
         self._hooks = note_on_hooks(map(ddp_of, state.models.values()))
 
@@ -42,9 +49,12 @@ class NotSaved:
         if self._data.new:
             self._data.look_at(self._loaders)
             self._loaders.clear()
+            if self._note is not None and self._made is not None and (made := self._made.note()):
+                self._note(made)
 
     def notes(self) -> list[str]:
         """What a resumed run lacks. Any thread may ask."""
         uneven = UNEVEN if under_join(self._state) else ""
         found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven
+        found += ("" if self._made is None else self._made.note(),)
         return [note for note in found if note]

@@ -157,7 +157,7 @@ class Run:
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unseen = UnseenUpdates(state, self.engine.note)
         self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
-        self.not_saved = NotSaved(state, self._again_here.kept)
+        self.not_saved = NotSaved(state, self._again_here.kept, self.engine.note)
         self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.pytorch.as_set import AsSet
@@ -25,6 +26,7 @@ from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.extras import Extras, fill, state_of
 from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
+from lastgasp.pytorch.loop.unlike import model_problems, optimizer_problems
 from lastgasp.pytorch.own_dtypes import load_parts
 from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import ELASTIC
@@ -379,10 +381,10 @@ class TorchState:
         problems += [f"extra[{name!r}]: only one of the checkpoint and this loop has it" for name in missing]
         for name, module in self.modules.items():
             if own := stored.get("model"):
-                problems += _model_problems(name, module, own[name])
+                problems += model_problems(name, module, own[name])
         for name, optimizer in self.optimizers.items.items():
             if own := stored.get("optimizer"):
-                problems += _optimizer_problems(name, optimizer, own[name])
+                problems += optimizer_problems(name, optimizer, own[name])
         return problems
 
 
@@ -397,34 +399,6 @@ def _names(stored: Any) -> str:
     return f"{sorted(stored)}" if named and stored else "one"
 
 
-def _model_problems(name: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:
-    own = module.state_dict()
-    lines = [f"model {name}: {key} is not in the checkpoint" for key in own if key not in stored]
-    lines += [f"model {name}: {key} is only in the checkpoint" for key in stored if key not in own]
-    for key, value in own.items():
-        other = stored.get(key)
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
-            if _loads_itself(module, key):
-                continue
-            lines.append(f"model {name}: {key} is {list(other.shape)} in the checkpoint and {list(value.shape)} here")
-    return lines if len(lines) <= 8 else [*lines[:8], f"and {len(lines) - 8} more of model {name}"]
-
-
-def _loads_itself(module: nn.Module, key: str) -> bool:
-    """Whether a module decides itself what it loads: observers of quantization take any shape of their buffers."""
-    owner = module.get_submodule(key.rpartition(".")[0])
-    return type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict
-
-
-def _optimizer_problems(name: str, optimizer: Any, stored: Mapping[str, Any]) -> list[str]:
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    other = [len(group["params"]) for group in stored.get("param_groups", [])]
-    if own == other:
-        return []
-    later = " (add_param_group must be called before the session opens)" if own == other[: len(own)] else ""
-    return [f"optimizer {name}: its groups have {other} parameters in the checkpoint and {own} here{later}"]
-
-
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     copied = group.copy()
     del copied["params"]
@@ -436,6 +410,6 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def _replaced(state: dict[str, Any], places: Mapping[Address, Tensor]) -> dict[str, Any]:
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.numel():
+        if isinstance(value, Tensor) and not is_lazy(value) and value.numel():
             state[name] = places.get(address(value), value)
     return state
