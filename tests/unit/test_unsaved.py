@@ -188,6 +188,19 @@ def test_data_and_samplers_that_training_changes_are_named() -> None:
     assert set(named.split(", ")) == {"Rows.weights", "Rows.rate", "Counts.calls", "Passes.passes"}
 
 
+@pytest.mark.parametrize("make", [int, str, lambda i: (i, i)])
+def test_a_list_of_a_data_set_that_is_shuffled_in_place_is_named(make: Any) -> None:
+    """Keras' `on_epoch_end`. What fills a list as a cache does is no change."""
+    rows: Any = Rows()
+    rows.order, rows.images = [make(i) for i in range(1000, 1009)], [None] * 9
+    unsaved = UnsavedData()
+    unsaved.look_at([DataLoader(rows)])
+    rows.images[:] = [np.zeros(1) for _ in range(9)]
+    assert unsaved.note() == ""
+    rows.order.reverse()
+    assert "Rows.order. No checkpoint" in unsaved.note()
+
+
 class Makes(nn.Module):
     """Buffers in its first forward pass, and one that grows."""
 

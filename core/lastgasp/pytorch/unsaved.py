@@ -9,6 +9,7 @@ import collections
 import functools
 import hashlib
 import weakref
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ _NAMED = 4
 _BYTES = 16 << 20
 """Larger tensors are not looked at."""
 Values = tuple[dict[str, bytes], dict[str, bytes]]
+_LONG, _LIST, _PLAIN = 1 << 20, b"a list: ", frozenset((int, float, bool, str))
+"""Longer lists are not looked at, but for their length."""
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
@@ -130,7 +133,7 @@ class UnsavedData:
         try:
             for place, found, before in self._before:
                 if (one := found()) is not None:
-                    changed += [f"{place}.{name}" for name, now in _plain(one) if before.get(name) not in (None, now)]
+                    changed += [f"{place}.{name}" for name, now in _plain(one) if _differ(before.get(name), now)]
         except Exception:  # the user's objects, which training may be changing at this moment
             return ""
         return (
@@ -220,8 +223,34 @@ def _parts_of(owner: object, deep: int) -> Iterator[object]:
 def _plain(one: Any) -> Iterator[tuple[str, bytes]]:
     if hasattr(one, "set_epoch") and not hasattr(one, "__getitem__"):
         return
-    held = getattr(one, "__dict__", {})
-    yield from _known("", {name: value for name, value in held.items() if not isinstance(value, dict)})  # caches
+    held = {n: value for n, value in getattr(one, "__dict__", {}).items() if not isinstance(value, dict)}  # caches
+    # What samplers draw is compared by the first batch, and who is told its epoch shuffles by it once more.
+    data = hasattr(one, "__getitem__") and not hasattr(one, "set_epoch")
+    yield from _known("", held, _entries if data else None)
+
+
+def _entries(value: Any) -> bytes | None:
+    """As `_digest`; of lists each entry: numbers and strings by their value, all others by where they are."""
+    if not isinstance(value, list | tuple) or not len(value) <= _LONG:
+        return _digest(value)
+    return _LIST + array("q", [hash(x) if type(x) in _PLAIN else id(x) for x in value]).tobytes() + bytes(
+        [all(type(x) in _PLAIN for x in value)]
+    )
+
+
+def _differ(before: bytes | None, now: bytes) -> bool:
+    """Whether that is a change. Objects in a list may be made anew (a cache); in another order they count."""
+    if before in (None, now):
+        return False
+    if before.startswith(_LIST) and now.startswith(_LIST) and len(before) == len(now) and 0 in (before[-1], now[-1]):
+        return sorted(_keys(before)) == sorted(_keys(now))
+    return True
+
+
+def _keys(entries: bytes) -> array[int]:
+    keys = array("q")
+    keys.frombytes(entries[len(_LIST) : -1])
+    return keys
 
 
 def users_parts(module: nn.Module) -> list[Root]:
