@@ -55,7 +55,7 @@ def main() -> None:
     model.strike = harness.strike
     broadcast = os.environ.get("BROADCAST_BUFFERS", "1") == "1"
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # torch 2.13
-    name = "forward_sync_buffers" if renamed else "broadcast_buffers"
+    buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": broadcast}
     callbacks: list[Any] = [harness]
     if kind == "straight":
         callbacks.append(L.pytorch.callbacks.ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=2))
@@ -63,7 +63,7 @@ def main() -> None:
         callbacks=callbacks,
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo", **{name: broadcast}),
+        strategy=DDPStrategy(process_group_backend="gloo", **buffers),
         max_epochs=3,
         logger=False,
         enable_checkpointing=kind == "straight",

@@ -76,4 +76,4 @@ def test_a_save_behind_the_controllers_death_costs_that_checkpoint(
     assert [path.name for path in tmp_path.iterdir() if "200" in path.name] == []
     job.io.remove_checkpoint(first)  # by ModelCheckpoint, which takes 200 for written
     assert job.steps() == [100]
-    assert "step=100.ckpt is not removed" in caplog.text
+    assert "step=100.ckpt stays until another checkpoint is written" in caplog.text
