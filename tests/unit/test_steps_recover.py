@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lastgasp import _clock
 from lastgasp.steps import format as layout
 from lastgasp.steps import recover, ringfile
 from lastgasp.steps.marks import Marks
@@ -301,6 +302,33 @@ def test_a_disk_that_refuses_keeps_the_ring_for_later_with_one_warning(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert [r.ranges for r in recover_orphans()] == [2]
     assert steps(directory) == [0, 1]
+
+
+def test_the_next_starts_are_silent_about_a_ring_and_it_goes_after_a_day(
+    dead: Dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every job of this user comes by a ring whose directory was mistyped."""
+    (tmp_path / "a file").touch()
+    path = dead(2, where=tmp_path / "a file/profiling/task/3")
+    for _ in range(3):
+        recover._said.clear()  # as in another process
+        assert [one.removed for one in recover_orphans()] == [False]
+    (warning,) = caplog.records
+    assert str(path) in warning.getMessage() and "Make it writable" in warning.getMessage()
+    now = _clock.wall_ns()
+    monkeypatch.setattr(_clock, "wall_ns", lambda: now + int(recover.GIVE_UP_S * 1.1e9))
+    assert [one.removed for one in recover_orphans()] == [True]
+    assert not path.exists() and caplog.records[-1].getMessage().endswith("its ring file is removed")
+    assert recover_orphans() == []
+
+
+def test_a_directory_that_was_removed_is_not_made_anew(dead: Dead, tmp_path: Path) -> None:
+    """By any later job of this user; nor below the mount point of what is not mounted."""
+    path = dead(2, where=tmp_path / "ckpts/profiling/task/3")
+    assert "it was removed or is not mounted here" in recover_orphans()[0].problem
+    assert path.exists() and not (tmp_path / "ckpts").exists()
+    (tmp_path / "ckpts").mkdir()
+    assert [one.ranges for one in recover_orphans()] == [2]
 
 
 def test_a_disk_that_fills_while_a_row_is_finished_is_no_loss(

@@ -12,6 +12,7 @@ half a row of it. Half a row is taken for the dead process's own only if it has 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -39,6 +40,8 @@ STALE_S = 3600.0
 """Age in seconds at which a ring that was never completed is removed."""
 SETTLE_S = 1.0
 """How long a file must end in the same half row before a row that lacks its time may be continued there, in seconds."""
+GIVE_UP_S = 86_400.0
+"""How long after its first failed recovery a ring is kept, in seconds: every job of this user comes by it."""
 _OWN = re.compile(rb'"Timestamp":[0-9]+,')
 _HOST_START = re.compile(rb'"Flag":(?:16,"SourceKind":0|2),')
 
@@ -53,6 +56,7 @@ class Recovered:
         ranges: finished ranges that were only in the ring and are on disk now.
         problem: why its rows are not on disk; empty when all is well.
         removed: the ring file is gone. It is kept if another call may succeed.
+        told: an earlier call, perhaps of another process, has already reported the problem.
     """
 
     ring: Path
@@ -61,6 +65,7 @@ class Recovered:
     ranges: int = 0
     problem: str = ""
     removed: bool = True
+    told: bool = False
 
 
 def recover_orphans(timeout: float = TIMEOUT_S) -> list[Recovered]:
@@ -152,12 +157,39 @@ def _empty(path: Path, ring: RingReader) -> Recovered:
         waiting = ring["head"] - ring["tail"]
         return _remove(path, f"{path} does not say where its rows go: {waiting} ranges are lost" if waiting else "")
     try:
+        _require_owner(Path(directory))
         with _alone_in(Path(directory)):
             ranges = _write_rest(ring, Path(directory))
     except OSError as error:
-        return Recovered(path, rank, directory, problem=f"{directory} cannot be written: {error}", removed=False)
+        return _refused(path, rank, directory, error)
     path.unlink(missing_ok=True)
     return Recovered(path, rank, directory, ranges)
+
+
+def _require_owner(directory: Path) -> None:
+    """What the base of the marks lies in (the checkpoint directory, as a rule) was removed or is not mounted here: an
+    unrelated job must not make it anew.
+
+    Raises:
+        FileNotFoundError: that is so.
+    """
+    owner = directory.parent.parent.parent
+    if not owner.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "it was removed or is not mounted here", str(owner))
+
+
+def _refused(path: Path, rank: int, directory: str, error: OSError) -> Recovered:
+    """The sticky bit, which means nothing in a file, marks a ring whose problem was reported, and ctime since when."""
+    status = path.stat()
+    told = bool(status.st_mode & stat.S_ISVTX)
+    problem = f"{directory} cannot be written: {error}"
+    if told and _clock.wall_ns() - status.st_ctime_ns > GIVE_UP_S * 1e9:
+        path.unlink(missing_ok=True)
+        return Recovered(path, rank, directory, problem=problem)
+    if not told:
+        path.chmod(stat.S_IMODE(status.st_mode) | stat.S_ISVTX)
+    remedy = f"Make it writable within a day, or remove {path}"
+    return Recovered(path, rank, directory, problem=f"{problem}. {remedy}", removed=False, told=told)
 
 
 @contextlib.contextmanager
@@ -277,6 +309,7 @@ def _tell(recovered: Recovered) -> None:
     if recovered.problem and (recovered.ring, recovered.problem) not in _said:
         _said.add((recovered.ring, recovered.problem))
         what = "removed" if recovered.removed else "kept for another attempt"
-        log.warning("step marks of a dead process: %s; its ring file is %s", recovered.problem, what)
+        level = logging.DEBUG if recovered.told else logging.WARNING
+        log.log(level, "step marks of a dead process: %s; its ring file is %s", recovered.problem, what)
     elif recovered.ranges:
         log.info("the last %d step marks of rank %d are in %s", recovered.ranges, recovered.rank, recovered.directory)
