@@ -42,7 +42,7 @@ class MissingExtra(LastgaspError, ImportError):
     restart_helps = False
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed. Install it with: pip install 'lastgasp[{extra}]'")
+        super().__init__(f"{module} is not installed. In lastgasp's checkout: pip install -e '.[{extra}]'")
 
 
 class CheckpointError(LastgaspError):

@@ -88,7 +88,7 @@ def test_what_cannot_be_replaced_atomically_is_refused(target: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("step", [-1, True])
+@pytest.mark.parametrize("step", [-1, True, "seven", 0.5])
 def test_a_wrong_step_is_refused(tmp_path: Path, step: int) -> None:
     with pytest.raises(ConfigError, match="step"):
         save(state(1), tmp_path / "model.pt", step=step)
@@ -334,7 +334,7 @@ def test_without_torch_the_extra_is_named() -> None:
         "except MissingExtra as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
-    assert "pip install 'lastgasp[pytorch]'" in done.stdout
+    assert "pip install -e '.[pytorch]'" in done.stdout
 
 
 def test_public_names_are_listed_and_others_are_none() -> None:

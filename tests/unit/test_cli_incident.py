@@ -159,6 +159,18 @@ def test_no_record_is_two_and_names_what_could_not_be_read(tmp_path: Path) -> No
     assert "bad.json" in done.output
 
 
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, record())
+    assert run(tmp_path / "incidents").exit_code == 0, "the folder itself is taken, too"
+
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("lastgasp.cli.incident.os.listdir", refuse)  # root may list everything
+    done = run(tmp_path)
+    assert done.exit_code == 2 and f"Permission denied: {tmp_path / 'incidents'}." in done.output
+
+
 def test_a_picture_that_cannot_be_written_is_one(tmp_path: Path) -> None:
     write(tmp_path, record())
     done = run(tmp_path, "--png", tmp_path / "nowhere" / "t.png")
@@ -171,7 +183,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run(tmp_path)
     assert done.exit_code == 1
-    assert "lastgasp[cli]" in done.output
+    assert "checkout: pip install -e '.[cli]'" in done.output
 
 
 @pytest.mark.parametrize(

@@ -130,4 +130,4 @@ def test_import_of_the_plugin_without_mindspore_names_the_extra(site: Site) -> N
         pytest.skip("MindSpore is installed here")
     done = site.run("import lastgasp_mindformers")
     assert "MissingExtra: mindspore is not installed" in done.stderr
-    assert "pip install 'lastgasp[mindformers]'" in done.stderr
+    assert "pip install -e '.[mindformers]'" in done.stderr

@@ -41,7 +41,7 @@ NEEDS = {"torch": "demo", "lightning": "demo", "sklearn": "demo", "matplotlib": 
 def demo(out: Path) -> None:
     """Train a small ResNet on real digits, kill a rank inside backward, and compare every bit.
 
-    Two CPU ranks, four short jobs, under two minutes. Needs the extra lastgasp[demo].
+    Two CPU ranks, four short jobs, under two minutes. Needs the extra demo: pip install -e '.[demo]'.
     """
     for module, extra in NEEDS.items():
         if importlib.util.find_spec(module) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -45,7 +46,7 @@ Exit codes:
 def incident(directory: Path, as_json: bool, png: Path | None) -> None:
     """Show the last incident of the checkpoint directory DIR and draw its timeline.
 
-    DIR may also be one record: DIR/incidents/ID.json.
+    DIR may also be its incidents, or one record: DIR/incidents/ID.json.
     """
     path, record = last_incident(directory)
     if as_json:
@@ -67,7 +68,7 @@ def last_incident(where: Path) -> tuple[Path, Incident]:
     Raises:
         ConfigError: there is none, or none can be read.
     """
-    paths = [where] if where.is_file() else sorted((where / "incidents").glob("*.json"))
+    paths = [where] if where.is_file() else _records(where)
     found, bad = list[tuple[int, Path, Incident]](), list[str]()
     for path in paths:
         try:
@@ -84,6 +85,17 @@ def last_incident(where: Path) -> tuple[Path, Incident]:
         click.echo(f"could not be read, and may be newer: {'; '.join(bad)}", err=True)
     _, path, record = max(found, key=lambda item: item[:2])
     return path, record
+
+
+def _records(where: Path) -> list[Path]:
+    folder = where if where.name == "incidents" else where / "incidents"
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if name.endswith(".json"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError("DIR", str(where), f"a directory whose {folder.name} can be listed",
+                          f"{error.strerror or error}: {folder}.") from error  # fmt: skip
 
 
 def _began(record: Incident) -> int:

@@ -15,6 +15,7 @@ from lastgasp._fs import locked, remove_stale_temps
 from lastgasp.checkpoint import Manifest, Provenance, Staged
 from lastgasp.checkpoint.adopt import remove_orphans
 from lastgasp.checkpoint.layout import next_path
+from lastgasp.config import integer
 from lastgasp.errors import CheckpointError, ConfigError, DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.pytorch.io import load_mapped, load_verified, save_verified
 from lastgasp.pytorch.layout import ENDINGS, FORMAT, PlainFiles
@@ -55,9 +56,8 @@ def save(
         OSError: the disk refused; what stood at `f` still stands.
     """
     path = _path(f)
-    if step is not None and (isinstance(step, bool) or step < 0):
-        raise ConfigError("step", step, "an integer of at least 0", "Give the number of completed updates.")
-    number = FILES.step(path) or 0 if step is None else int(step)
+    given = None if step is None else integer("step", step, 0, "Give the number of completed updates.")
+    number = FILES.step(path) or 0 if given is None else given
     with Staged(path, FILES) as staged:
         save_verified(obj, staged, pickle_module=pickle_module, pickle_protocol=pickle_protocol, **options)
         manifest = staged.publish(Provenance(format=FORMAT, step=number, kind="periodic", job=_job()))
