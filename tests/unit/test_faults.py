@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,6 +151,29 @@ def test_sigstop_stops_the_process_until_it_is_continued() -> None:
         assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
         process.send_signal(signal.SIGCONT)
         assert process.wait(30) == 0
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_the_training(tmp_path: Path) -> None:
+    """At the fault itself the rank would raise instead of what was asked for."""
+    for name in (tmp_path / "nosuch/x", tmp_path):
+        with pytest.raises(ConfigError, match=r"LASTGASP_FAULT_LOG=.*Make its directory"):
+            faults.kit_from_env({"LASTGASP_FAULT": "kind=sigkill,phase=forward", "LASTGASP_FAULT_LOG": str(name)})
+    environ = {"LASTGASP_FAULT": "kind=sigkill,phase=forward", "LASTGASP_FAULT_LOG": str(tmp_path / "x")}
+    assert faults.kit_from_env(environ) is not None and not (tmp_path / "x").exists()
+
+
+def test_a_rank_that_the_job_does_not_have_is_refused() -> None:
+    """It would never happen, and no rank would say so. A job that went on with fewer ranks has had it."""
+    environ = {"LASTGASP_FAULT": "kind=sigkill,phase=forward,rank=2", "RANK": "0", "WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match="rank=2 is not allowed: expected a rank of this job, 0 to 1"):
+        faults.kit_from_env(environ)
+    for more in ({"WORLD_SIZE": "3"}, {"LASTGASP_ATTEMPT": "1"}, {"LASTGASP_INCARNATION": "1"}):
+        assert faults.kit_from_env(environ | more) is not None
+
+
+def test_the_document_names_every_kind_and_phase() -> None:
+    page = (Path(__file__).parents[2] / "docs/faults.md").read_text()
+    assert {*faults.KINDS, *faults.PHASES} <= set(re.findall(r"`(\w+)(?::SECONDS)?`", page))
 
 
 def test_a_training_that_is_entered_again_gets_the_faults_of_that_incarnation() -> None:

@@ -262,19 +262,39 @@ def kit_from_env(environ: Mapping[str, str] = os.environ) -> FaultKit | None:
     Rank and attempt are the launcher's `RANK` and `LASTGASP_ATTEMPT` (else torchrun's count), 0 where not set.
 
     Raises:
-        ConfigError: `LASTGASP_FAULT` is malformed.
+        ConfigError: `LASTGASP_FAULT` is malformed or names a rank that the job does not have, or `LASTGASP_FAULT_LOG`
+            cannot be written.
     """
     text = environ.get(ENV_FAULT, "")
     if not text.strip():
         return None
-    log = environ.get(ENV_LOG)
+    log, specs = environ.get(ENV_LOG), parse_faults(text)
+    attempt = int(environ.get("LASTGASP_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    incarnation = int(environ.get("LASTGASP_INCARNATION") or 0)
+    if attempt == incarnation == 0 and environ.get("RANK") and (ranks := environ.get("WORLD_SIZE", "")).isdigit():
+        _require_ranks(specs, int(ranks))  # later there may be fewer
     return FaultKit(
-        parse_faults(text),
+        specs,
         rank=int(environ.get("RANK", "0")),
-        attempt=int(environ.get("LASTGASP_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
-        log=Path(log) if log else None,
-        incarnation=int(environ.get("LASTGASP_INCARNATION") or 0),
+        attempt=attempt,
+        log=_writable(log) if log else None,
+        incarnation=incarnation,
     )
+
+
+def _require_ranks(specs: tuple[FaultSpec, ...], ranks: int) -> None:
+    for spec in specs:
+        if spec.rank >= ranks and spec.attempt == spec.incarnation == 0:
+            raise ConfigError(f"{ENV_FAULT} rank", spec.rank, f"a rank of this job, 0 to {ranks - 1}", "Fix the rank.")
+
+
+def _writable(name: str) -> Path:
+    """Looked at before the training: a fault that cannot be logged would be another fault than the one asked for."""
+    path = Path(name)
+    there = path.exists()
+    if not os.access(path if there else path.parent, os.W_OK) or (there and not path.is_file()):
+        raise ConfigError(ENV_LOG, name, "a file that can be written", "Make its directory, or name another file.")
+    return path
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
