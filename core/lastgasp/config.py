@@ -64,7 +64,7 @@ class GaspConfig:
 
 
 _ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")
-"""s3://bucket/x, also as pathlib has it (s3:/bucket/x): as a path it would be a new directory `s3:` in the working one."""
+"""s3://bucket/x, also as pathlib has it (s3:/bucket/x). As a path it is a directory `s3:` in the working directory."""
 
 
 def _directory(directory: str | os.PathLike[str] | None, env: Mapping[str, str]) -> Path:
@@ -216,6 +216,15 @@ def flag(field: str, value: object) -> bool:
     if not isinstance(value, bool | str) or value not in known:
         raise ConfigError(field, value, "True or False (1 or 0 in the environment)", "Leave it out.")
     return known[value]
+
+
+def env_flag(variable: str, env: Mapping[str, str] = os.environ) -> bool:
+    """The switch `variable` of the environment; off where it is not set.
+
+    Raises:
+        ConfigError: another value.
+    """
+    return flag(variable, env.get(variable) or False)
 
 
 _FIELDS: dict[str, Callable[[str, object], object]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from lastgasp import cli
 from lastgasp.arena import Arena, in_use, needed
 from lastgasp.doctor import look
 from lastgasp.doctor.machine import JobFacts
+from lastgasp.doctor.settings import known
 from lastgasp.events import Incident, Phases, encode_incident
 
 
@@ -66,6 +68,52 @@ def test_the_directory_may_come_from_the_environment_and_need_not_exist(
 ) -> None:
     monkeypatch.setenv("LASTGASP_DIR", str(tmp_path / "new" / "ckpts"))
     assert run()[0] == 0 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("WARM", "on"), ("MIN_RANKS", "x"), ("TLS_CERT", "/nosuch"), ("KEEP", "0"), ("RECOVERY", "x"), ("FAULT", "q"),
+     ("HANG_TIMEOUT", "z"), ("BUDDY", "q"), ("MARKS", "x"), ("DIR", "s3://bucket/x"), ("ARENA", "on"),
+     ("ATTEMPTS", "x"), ("DISABLE", "yes"), ("PURE_PYTHON", "yes"), ("INSECURE", "yes")],
+)  # fmt: skip
+def test_what_no_job_starts_with_is_an_error(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    """Also of a dry run, which is there to be asked before."""
+    monkeypatch.setenv(f"LASTGASP_{variable}", value)
+    code, output = run("--json")
+    errors = [one["what"] for one in json.loads(output)["diagnoses"] if one["severity"] == "error"]
+    assert code == 1 and len(errors) == 1 and repr(value) in errors[0], output
+    done = CliRunner().invoke(cli.main, ["run", "--dry-run", "train.py"])
+    assert done.exit_code == 2 and repr(value) in done.output
+
+
+def test_a_secret_is_for_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_TOKEN_FILE", "/nosuch")
+    code, output = run("--json")
+    assert code == 0 and "a job on several nodes does not start" in output
+    assert CliRunner().invoke(cli.main, ["run", "--dry-run", "train.py"]).exit_code == 0
+    monkeypatch.delenv("LASTGASP_TOKEN_FILE")
+    done = CliRunner().invoke(cli.main, ["run", "--dry-run", "--nnodes", "2", "train.py"])
+    assert done.exit_code == 2 and "this job may span several nodes" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("KEEEP", "KEEP"), ("RECOVRY", "RECOVERY"), ("TOKENFILE", "TOKEN_FILE"), ("SHA265", "SHA256")]
+)
+def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, meant: str) -> None:
+    monkeypatch.setenv(f"LASTGASP_{name}", "4")
+    assert f"Did you mean LASTGASP_{meant}?" in run("--json")[1]
+    done = CliRunner().invoke(cli.main, ["run", "--dry-run", "train.py"])
+    assert done.exit_code == 0 and f"Did you mean LASTGASP_{meant}?" in done.output
+
+
+def test_every_variable_of_the_documents_is_known() -> None:
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    assert set(re.findall(r"`(LASTGASP_[A-Z0-9_]+)`", page)) <= known()
+
+
+def test_own_options_behind_torchruns_are_told_where_they_go() -> None:
+    done = CliRunner().invoke(cli.main, ["run", "--dry-run", "--nproc-per-node", "2", "--min-ranks=2", "train.py"])
+    assert done.exit_code == 2 and "come first, before torchrun's options" in done.output
 
 
 def test_wrong_usage() -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgasp.config import GaspConfig, check_writable
+from lastgasp.config import GaspConfig, check_writable, env_flag
 from lastgasp.errors import ConfigError
+from lastgasp.launch import torchrun_hook
 
 WRONG: dict[str, list[object]] = {
     "keep": [0, -1, 1.5, True, "", "three", math.nan, math.inf, 10**400, [], object],
@@ -110,9 +111,9 @@ def test_no_directory(directory: object) -> None:
 def test_an_address_is_no_directory(address: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be made below the working directory, which a pod takes along when it goes."""
     monkeypatch.setenv("LASTGASP_DIR", str(address))
-    for given in (address, None):
+    for directory in (address, None):
         with pytest.raises(ConfigError, match=r"a mounted file system, not an address\. Mount it"):
-            GaspConfig.resolve(given)
+            GaspConfig.resolve(directory)
     assert GaspConfig.resolve(tmp_path / "lr=1://x").directory == tmp_path / "lr=1:" / "x"
 
 
@@ -156,3 +157,16 @@ def test_a_directory_that_can_be_made_is_left_empty(tmp_path: Path) -> None:
 def test_a_directory_that_is_read_only() -> None:
     with pytest.raises(ConfigError, match="fix or move it"):
         check_writable(Path("/proc/sys"))
+
+
+def test_a_switch_that_is_none_leaves_torchrun_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who writes `yes` means it; torch's own import, of any job, is no place to raise."""
+    for value, disabled in (("", False), ("0", False), ("1", True), ("true", True)):
+        monkeypatch.setenv("LASTGASP_DISABLE", value)
+        assert torchrun_hook._disabled() is env_flag("LASTGASP_DISABLE") is disabled
+    assert caplog.messages == []
+    monkeypatch.setenv("LASTGASP_DISABLE", "yes")
+    assert torchrun_hook._disabled()
+    assert "torchrun is left as it is: LASTGASP_DISABLE='yes' is not allowed" in caplog.text

@@ -14,6 +14,7 @@ import pytest
 
 from lastgasp.doctor.checks import Diagnosis, every_check, examine
 from lastgasp.doctor.machine import JobFacts, Machine, Storage, under_run
+from lastgasp.errors import ConfigError
 from lastgasp.launch.ascend import Machine as Found
 
 LISTEN = "  sl  local_address rem_address   st\n   0: 00000000:{port:04X} 00000000:0000 0A 00000000\n"
@@ -269,6 +270,9 @@ CASES: list[tuple[str, Step, Step]] = [
     ("dir-volatile", GOOD, lambda box: storage(box, kind="overlay")),
     ("dir-no-barrier", GOOD, lambda box: storage(box, options=("rw", "nobarrier"))),
     ("dir-space", GOOD, lambda box: storage(box, free=1 << 20)),
+    ("settings", GOOD, lambda box: box.set(refused=[ConfigError("LASTGASP_KEEP", "0", "an integer", "Use 1.")])),
+    ("unknown-variable", env(LASTGASP_KEEP="4"), env(LASTGASP_KEEEP="4")),
+    ("unknown-variable", GOOD, env(LASTGASP_SOMETHING_ELSE="4")),
     ("shm-missing", GOOD, lambda box: box.set(shm=None)),
     ("shm-small", GOOD, lambda box: box.set(shm=64 << 20)),
 ]  # fmt: skip
@@ -307,6 +311,7 @@ FIXES: dict[str, tuple[str, ...]] = {
     "reset-json": ("lastgasp job patch",),
     "ring-extension": ("C compiler", "Unset it"),
     "save-limit": ("TTP_NORMAL_ACTION_TIME_LIMIT=",),
+    "settings": ("Use 1.",),
     "shm-missing": ("Mount a tmpfs",),
     "shm-small": ("--shm-size",),
     "slow-load": ("Unset it",),
@@ -333,6 +338,7 @@ FIXES: dict[str, tuple[str, ...]] = {
     "ttp-log-symlink": ("real directory",),
     "ttp-port": ("choose another",),
     "umask": ("umask 027",),
+    "unknown-variable": ("LASTGASP_KEEP?", "Unset it"),
     "watchdog-mindspore": ("HCCL_WATCHDOG:0",),
     "watchdog-torch": ("HCCL_ASYNC_ERROR_HANDLING=0",),
 }

@@ -119,7 +119,7 @@ def _restarts(machine: Machine) -> str:
 def _arenas(machine: Machine) -> str:
     has = available(machine.root / "proc/meminfo", machine.root / "sys/fs/cgroup")
     taken, count = in_use(machine.root / "proc")
-    now = f"{count} of running jobs take {taken / 1e9:.1f} GB now" if count else "no running job has any"
+    now = f"{count} arenas of running jobs take {taken / 1e9:.1f} GB now" if count else "no running job has any"
     if has is None:
         return f"this host does not say how much memory there is for them; {now}"
     return f"those of a host may take {SHARE * has / 1e9:.1f} GB ({SHARE:.0%} of what is available); {now}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
 
 import click
 
@@ -61,16 +63,30 @@ def run(dry_run: bool, min_ranks: int | None, arguments: tuple[str, ...]) -> Non
     prepared = prepared_here()
     under_msrun = msrun_arguments(arguments)
     if dry_run:
-        click.echo(render(prepared, _command(list(arguments), under_msrun, prepared)))
+        _check_settings()
+        with _hinting(arguments):
+            click.echo(render(prepared, _command(list(arguments), under_msrun, prepared)))
         return
     start_anew_if_needed(prepared, arguments)
     os.environ["LASTGASP_LAUNCHER"] = "run"
     with helpers_running(prepared):
         if under_msrun is None:
-            _under_torchrun(list(arguments), prepared)
+            with _hinting(arguments):
+                _under_torchrun(list(arguments), prepared)
         else:
             _require(FRAMEWORK)
             sys.exit(taskds_msrun(under_msrun) if prepared.taskd_msrun else msrun(under_msrun))
+
+
+@contextlib.contextmanager
+def _hinting(arguments: tuple[str, ...]) -> Iterator[None]:
+    """Say what torchrun's parser, which refuses our own options among its own, cannot know."""
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code == 2 and {word.partition("=")[0] for word in arguments} & {"--dry-run", "--min-ranks"}:
+            write_error("lastgasp: --dry-run and --min-ranks come first, before torchrun's options.")
+        raise
 
 
 def _command(arguments: list[str], under_msrun: list[str] | None, prepared: Prepared) -> list[str]:
@@ -79,8 +95,26 @@ def _command(arguments: list[str], under_msrun: list[str] | None, prepared: Prep
         return ["msrun", *with_join(under_msrun)]
     from torch.distributed.run import get_args_parser
 
-    split = split_framework(arguments, get_args_parser())
-    return ["torchrun", *_complete(split.arguments, get_args_parser(), prepared)]
+    from lastgasp.launch.main import require_secret
+
+    complete = _complete(split_framework(arguments, get_args_parser()).arguments, get_args_parser(), prepared)
+    require_secret(str(get_args_parser().parse_args(complete).nnodes))
+    return ["torchrun", *complete]
+
+
+def _check_settings() -> None:
+    """Refuse what the launcher or its ranks would, and name variables that nothing reads.
+
+    Raises:
+        ConfigError: the first that is refused.
+    """
+    from lastgasp.doctor.settings import NODES_ONLY, refused, unknown
+
+    for error in refused(os.environ.get("LASTGASP_DIR", "")):
+        if error.field not in NODES_ONLY:
+            raise error
+    for name, meant in unknown(os.environ):
+        write_error(f"lastgasp: {name} is set, and nothing reads it.{f' Did you mean {meant}?' if meant else ''}")
 
 
 def _under_torchrun(arguments: list[str], prepared: Prepared) -> None:

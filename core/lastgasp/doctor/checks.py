@@ -70,9 +70,9 @@ def check(id: str, severity: Severity, source: str, title: str) -> Callable[[Loo
 
 def every_check() -> Mapping[str, Check]:
     """All checks by their ids."""
-    from . import mindcluster, network, software, storage, tls  # importing them fills the table
+    from . import mindcluster, network, settings, software, storage, tls  # importing them fills the table
 
-    assert all((mindcluster, network, software, storage, tls))
+    assert all((mindcluster, network, settings, software, storage, tls))
     return _CHECKS
 
 

@@ -22,9 +22,10 @@ from lastgasp.backends.ascend.goenv import environment_at_exec
 from lastgasp.events import decode_incident
 from lastgasp.launch.ascend import look as find_libraries
 from lastgasp.steps import format as ring_format
-from lastgasp.steps.writer import SWITCH
+from lastgasp.steps.writer import in_python
 
 from .machine import JobFacts, Machine, Ring, Storage
+from .settings import refused
 
 DISTRIBUTIONS: Final = (
     "torch",
@@ -86,6 +87,7 @@ def look(directory: str, job: JobFacts) -> Machine:
         shm=_size("/dev/shm"),
         clock_in_step=_clock_in_step(),
         job=job,
+        refused=refused(directory),
     )
 
 
@@ -254,7 +256,7 @@ def _places() -> dict[str, Path]:
 
 
 def _ring() -> Ring:
-    if os.environ.get(SWITCH) == "1":
+    if in_python():
         return "switched off"
     try:
         module = importlib.import_module("lastgasp.steps._ring")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -83,6 +83,7 @@ class Machine:
         shm: bytes of /dev/shm; None where there is none.
         clock_in_step: whether the kernel says that the clock is synchronised; None where it does not say.
         job: what the user stated.
+        refused: values of lastgasp's own settings that a job would refuse here.
     """
 
     root: Path = Path("/")
@@ -100,6 +101,7 @@ class Machine:
     shm: int | None = 1 << 40
     clock_in_step: bool | None = None
     job: JobFacts = JobFacts()
+    refused: Sequence[ConfigError] = ()
 
     def at(self, path: str) -> Path:
         """A path as this machine has it: an absolute one below `root`, another below `cwd`."""

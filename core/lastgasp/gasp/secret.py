@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lastgasp.config import env_flag
 from lastgasp.errors import ConfigError
 
 from .tls import CA, CERT, KEY, TlsFiles, readable_by_others
@@ -56,7 +57,7 @@ class Secret:
         """
         env = os.environ if env is None else env
         tls = TlsFiles.from_environment(env) is not None
-        return cls(token_from_environment(env), tls, env.get(INSECURE) == "1")
+        return cls(token_from_environment(env), tls, env_flag(INSECURE, env))
 
     @property
     def missing(self) -> bool:

@@ -16,6 +16,9 @@ from typing import Any
 
 import wrapt
 
+from lastgasp.config import env_flag
+from lastgasp.errors import ConfigError
+
 log = logging.getLogger("lastgasp.launch")
 
 _API = "torch.distributed.launcher.api"
@@ -25,13 +28,21 @@ TASKD_PATCH = "taskd.python.adaptor.patch"
 
 def factory() -> Any:
     """Register the swap; returns what torch expects, a creator of rendezvous handlers."""
-    if os.environ.get("LASTGASP_DISABLE") != "1":
+    if not _disabled():
         api = sys.modules.get(_API)
         if api is not None and "LocalElasticAgent" not in vars(api):
             _swap_at_launch(api)
         else:
             wrapt.register_post_import_hook(swap_agent, _API)
     return _no_handler
+
+
+def _disabled() -> bool:
+    try:
+        return env_flag("LASTGASP_DISABLE")
+    except ConfigError as error:  # this is torch's own import, of any job
+        log.warning("torchrun is left as it is: %s", error)
+        return True
 
 
 def _swap_at_launch(api: ModuleType) -> None:

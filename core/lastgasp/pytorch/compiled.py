@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from lastgasp.steps.writer import SWITCH
+from lastgasp.steps.writer import in_python
 
 log = logging.getLogger("lastgasp")
 
@@ -21,7 +20,7 @@ LAYOUT, INTERFACE = 1, 2
 
 def compiled() -> ModuleType | None:
     """The extension; None where it is switched off (`LASTGASP_PURE_PYTHON=1`), missing, or of another layout."""
-    return None if os.environ.get(SWITCH) == "1" else _load()
+    return None if in_python() else _load()
 
 
 Values = Callable[[tuple[dict[str, Any], ...]], tuple[Any, ...]]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from types import ModuleType
 from typing import Protocol
+
+from lastgasp.config import env_flag
+from lastgasp.errors import ConfigError
 
 from . import format as layout
 from . import pyring
@@ -37,7 +39,15 @@ class Ring(Protocol):
 
 def choose() -> ModuleType:
     """The module with `Ring` and `Mark`: `_ring`, or `pyring`, which is about ten times slower (logged once)."""
-    return pyring if os.environ.get(SWITCH) == "1" else _compiled() or pyring
+    return pyring if in_python() else _compiled() or pyring
+
+
+def in_python() -> bool:
+    """What `LASTGASP_PURE_PYTHON` says. A value that is no switch's counts as no; `lastgasp doctor` names it."""
+    try:
+        return env_flag(SWITCH)
+    except ConfigError:
+        return False
 
 
 @functools.cache
