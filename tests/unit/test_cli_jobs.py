@@ -162,6 +162,12 @@ def test_a_controller_that_does_not_answer_is_shown() -> None:
     assert "Connection refused" in document["jobs"][0]["error"]
 
 
+def test_a_controller_of_another_machine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a rank has joined is not known."""
+    monkeypatch.setenv("LASTGASP_TOKEN", "7" * 32)
+    assert run("ps", "--controller", "127.0.0.1:1").output.startswith("controller 127.0.0.1:1\n")
+
+
 # -- switch ----------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,13 @@ def test_what_lastgasp_itself_has_written_is_whole_without_its_manifest(tmp_path
     assert "is not a complete file" in run("manifest", tmp_path)[1]["step-5.pt"][1]
 
 
+def test_a_manifest_that_cannot_be_read_is_not_all_well(tmp_path: Path) -> None:
+    iteration(tmp_path, 1)
+    assert run("manifest", tmp_path)[0] == 0 and run("manifest", tmp_path)[0] == 0
+    next(tmp_path.rglob("*manifest*")).write_text("{")
+    assert run("manifest", tmp_path)[0] == 1
+
+
 def plain(directory: Path, name: str, age_s: int = 0) -> Path:
     path = directory / name
     with zipfile.ZipFile(path, "w") as archive:

@@ -67,6 +67,7 @@ def test_one_without_a_manifest_is_not_good(tmp_path: Path) -> None:
     code, document = run_json(tmp_path)
     assert code == 1
     assert [(row["step"], row["state"]) for row in document["checkpoints"]] == [(5, "no manifest")]
+    assert "`lastgasp manifest DIR` gives them one" in run(tmp_path)[1]
 
 
 def test_weights_beside_a_framework_s_checkpoints_are_none(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Target:
         return OperatorLink(self.address, self.token)
 
     def __str__(self) -> str:
-        job = self.job or "(no rank yet)"
+        job = self.job or ("(no rank yet)" if self.pid is not None else f"controller {self.address}")
         pid = f", controller {self.pid}" if self.pid is not None else ""
         return f"{job}{pid}{', ' if self.directory else ''}{self.directory}"
 

@@ -43,7 +43,7 @@ Examples:
 \b
 Exit codes:
   0  every checkpoint has a manifest now
-  1  at least one was refused: it is incomplete or damaged
+  1  at least one was refused: it is incomplete or damaged, or its manifest cannot be read
   2  wrong usage, or DIR holds no checkpoint
 """
 
@@ -76,7 +76,7 @@ def manifest(directory: Path, as_json: bool) -> None:
     else:
         for row in rows:
             click.echo(printable(f"{row.state:8} {Path(row.path).name}{': ' if row.reason else ''}{row.reason}"))
-    sys.exit(int(any(row.state == "refused" for row in rows)))
+    sys.exit(int(any(row.state == "refused" or row.reason for row in rows)))
 
 
 def adopt_all(directory: Path) -> list[Row]:
@@ -119,7 +119,7 @@ def _adopt(name: str, layout: Layout, candidate: Candidate) -> Row:
 def _not_whole(format: str, layout: Layout, candidate: Candidate) -> str:
     """Why the checkpoint is recognised as incomplete; else empty."""
     if candidate.step is None and format in NUMBERED:
-        return "its name contains no step"
+        return "its name contains no step: rename it (best-step=20.ckpt), or give it to the job by resume="
     latest = _tracked(candidate.path.parent)
     if format == "megatron" and latest is not None and (candidate.step or 0) > latest:
         return f"{TRACKER} says {latest}: its save was not finished"

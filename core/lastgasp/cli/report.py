@@ -71,15 +71,16 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--html", type=FILE, help="Write a page with plots.")
 @click.option("--trace", type=FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of a table.")
-@click.option("--follow", "live", is_flag=True, help="Go on while the job runs, until Ctrl-C.")
+@click.option("--follow", "live", is_flag=True,
+              help="Go on while the job runs, until Ctrl-C; each rank's newest step is left out.")  # fmt: skip
 @click.option("--for", "seconds", metavar="SECONDS", type=click.FloatRange(min=0), help="With --follow: how long.")
 @click.option("--fail-on-slow", is_flag=True, help="Exit with 1 where a rank is slow.")
 def report(**options: Any) -> None:
     """Show how each rank spends its steps, which ranks are slow, and why.
 
     DIR has the profiling files of TaskD or lastgasp: the base directory, one task's, one rank's, or the directory of
-    a run. Slow is who steadily takes at least 10 % of a step longer than the others in what it does on its own, or
-    comes so late to collectives, beyond chance; or spends a fifth of the job's time on saving.
+    a run. A rank counts as slow if its own work takes at least 10 % of a step longer than that of the others, or if it
+    reaches collectives that late, consistently and beyond chance; or if saving takes 20 % of the job's time.
     """
     wanted = Options(**options)
     if wanted.live and wanted.as_json:

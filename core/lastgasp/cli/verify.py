@@ -137,6 +137,8 @@ def _print(report: Report) -> None:
         table.add_row("?" if row.step is None else str(row.step), escape(Path(row.path).name), state, reasons)
     out = console()
     out.print(table)
+    if any(row.state == "no manifest" for row in report.checkpoints):
+        out.print("If you trust those without a manifest as they are, `lastgasp manifest DIR` gives them one.")
     for path in report.quarantined:
         out.print(f"moved away earlier, with the reason beside it: {escape(path)}")
     for path in report.set_aside:

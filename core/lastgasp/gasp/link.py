@@ -252,7 +252,8 @@ def _connect(address: str, seconds: float, retry: bool, name: str) -> socket.soc
             return socket.create_connection((host, int(port)), timeout=min(5.0, seconds))
         except OSError as error:
             if not retry or _clock.monotonic() > deadline:
-                ours = "is LASTGASP_CONTROLLER that of this job, and " if name.startswith(_NAMES["controller"]) else ""
+                which = "is this the address of this job's controller (LASTGASP_CONTROLLER), and "
+                ours = which if name.startswith(_NAMES["controller"]) else ""
                 remedy = f"Has its launcher ended, {ours}is there a firewall in between?"
                 raise DeadlineExceeded(f"{name} ({error})", seconds, remedy) from error
             threading.Event().wait(0.1)  # the launcher may still be starting it
