@@ -33,10 +33,14 @@ ELSEWHERE = {
     "pip install -e '.[mindformers]' -e plugins/mindformers": "tests/unit/test_build_hook.py",
     "pip install -e '.[pytorch]' -e plugins/mindio": "tests/unit/test_mindio_names.py",
     "pip install -e . -e plugins/taskd": "tests/unit/test_build_hook.py",
-    "pip install 'lastgasp[cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
+    "pip install -e '.[cli]'": "tests/e2e/test_readme.py::test_extras_are_those_of_the_package",
     "LASTGASP=1 LASTGASP_DIR=ckpts python train.py": "tests/e2e/test_resume.py",
     "lastgasp run --min-ranks 2 --nproc-per-node 4 train.py": "tests/fault/test_elastic.py",
     "lastgasp run --nproc-per-node 2 train.py": "tests/e2e/test_shown.py::test_the_drill",  # with a fault in front
+    "lastgasp run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id job1 --rdzv-endpoint node1:29400 "
+    "train.py": (
+        "tests/fault/test_hosts_training.py"  # with other numbers; the options: test_the_start_on_several_nodes
+    ),
     "torchrun --nproc-per-node 2 train.py": "tests/fault/test_launch.py",
     "python train.py": "tests/e2e/test_shown.py::test_each_piece_of_code_runs",
     "lastgasp run --dry-run --nproc-per-node 8 train.py": "tests/contract/test_run_ascend.py",
@@ -222,6 +226,22 @@ def test_nothing_that_is_shown_is_left_out() -> None:
         assert (ROOT / path).is_file() and f"def {test}" in (ROOT / path).read_text(), name
     shown = [text for page in SHOWN for text in blocks(page, "python")]
     assert all(any(text.lstrip().startswith(begin) for text in shown) for begin in CODE_ELSEWHERE)
+
+
+def test_the_start_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line, Slurm's script and the pod give lastgasp the same options, which it takes, given a secret."""
+    page = DOCS / "getting-started.md"
+    (script,), (pod,) = blocks(page, "bash"), (YAML(typ="safe").load(text) for text in blocks(page, "yaml"))
+    lines = [line for line in page.read_text().splitlines() if "run --nnodes" in line and "[" not in line]
+    commands = [shlex.split(line.removeprefix("srun ")) for line in lines] + [pod["containers"][0]["command"]]
+    assert len(commands) == 3 and f"srun {lines[1].removeprefix('srun ')}" in script
+    assert len({tuple(word for word in words if word.startswith("--")) for words in commands}) == 1
+    for words in commands:
+        for secret, code in (("7" * 32, 0), ("", 2)):
+            monkeypatch.setenv("LASTGASP_TOKEN", secret)
+            done = CliRunner().invoke(main, ["run", "--dry-run", *words[2:]])
+            assert done.exit_code == code, done.output
+    assert pod["volumes"][0]["secret"]["defaultMode"] == 0o400
 
 
 GUIDES = sorted(path for path in (DOCS / "guides").glob("*.md") if not path.name.endswith(".zh-CN.md"))
