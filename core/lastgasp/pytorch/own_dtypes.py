@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
 _States = Mapping[str, Any]
 
 
