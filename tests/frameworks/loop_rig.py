@@ -7,10 +7,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +19,9 @@ from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop import run as run_module
 from lastgasp.pytorch.loop import thisfit
+
+if TYPE_CHECKING:  # ddp_state_child.py runs where pytest is not
+    import pytest
 
 
 class NewProcesses(Fits):
