@@ -112,3 +112,15 @@ def test_data_that_are_shuffled_without_a_seed_are_named(tmp_path: Path) -> None
     for each in (broken, finished):
         assert each.output.count("shuffled without a seed") == 1, each.output
     assert finished.returncode == 0 and "random augmentations" not in finished.output
+
+
+def test_what_a_resume_does_not_repeat_is_known_of_each_pipeline(tmp_path: Path) -> None:
+    finished = run(tmp_path, "pipelines")
+    assert finished.returncode == 0, finished.output
+    seedless = ("rows", "drawn rows", "shard", "second is shuffled")
+    augmented = ("flips", "composed", "sometimes", "augmented", "uniform")
+    plain = ("generator", "rows in order", "shard in order", "own order", "resized")
+    told = dict.fromkeys(seedless, " or a seed") | dict.fromkeys(augmented, "augmentations or ")
+    told |= dict.fromkeys(plain, " or ") | {"own sampler": "own sampler or own sampler"}
+    lines = (line.split(": ", 1) for line in finished.output.splitlines())
+    assert {one: what for one, *what in lines if one in told} == {name: [what] for name, what in told.items()}

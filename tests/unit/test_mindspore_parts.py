@@ -84,6 +84,13 @@ def test_what_a_resume_does_not_repeat_of_the_data() -> None:
     class RandomSampler:
         """As MindSpore's in name."""
 
+        __module__ = "mindspore.dataset.samplers"
+
+    class SequentialSampler:
+        """Another."""
+
+        __module__ = "mindspore.dataset.samplers"
+
     class RandomCrop:
         """An operation."""
 
@@ -95,7 +102,7 @@ def test_what_a_resume_does_not_repeat_of_the_data() -> None:
 
     drawn, cropped, plain = Source(), Stage(), Source()
     vars(drawn)["sampler"], vars(cropped)["operations"] = RandomSampler(), [RandomCrop()]
-    vars(plain).update(sampler=Stage(), shuffle_flag=5)  # the sampler decides
+    vars(plain).update(sampler=SequentialSampler(), shuffle_flag=5)  # the sampler decides
     assert told(drawn, seeded=False) == UNSEEDED == told(ShuffleDataset(plain), seeded=False)
     assert told(drawn) == told(drawn, seeded=False, within=0) == told(plain, seeded=False) == ""
     assert "augmentations" in told(cropped, within=0) and told(cropped, fast=False) == ""

@@ -7,6 +7,7 @@ a note, not a refusal.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,9 +15,15 @@ log = logging.getLogger("lastgasp")
 
 DEEP = 32
 """Most stages of a pipeline that are described."""
+_DRAWS = re.compile("Random|Augment|CutMix|CutOut|MixUp")
+"""In the names of MindSpore's transforms that draw."""
 UNSEEDED = (
     "the training data are shuffled without a seed (mindspore.set_seed sets one): behind a resume in the middle of an "
     "epoch some of its samples come again and others not at all"
+)
+_OWN_ORDER = (
+    "the training data come in the order of the script's own sampler: where that draws, some samples of this epoch may "
+    "come again and others not at all"
 )
 _DRAWN_ANEW = (
     "random augmentations behind this resume are others than without the fault. "
@@ -64,8 +71,9 @@ def not_repeated(dataset: Any, *, seeded: bool, fast: bool, within: int) -> list
         fast: whether it skips what was trained on without running it; within: completed steps of the epoch.
     """
     try:
-        stages = list(_chain(dataset))
-        told = [UNSEEDED] if not seeded and within and any(map(_shuffles, stages)) else []
+        stages = _tree(dataset)
+        told = [UNSEEDED] * (not seeded and bool(within) and any(map(_shuffles, stages)))
+        told += [_OWN_ORDER] * (bool(within) and any(map(_has_own_sampler, stages)))
         return told + [_DRAWN_ANEW] * (seeded and fast and any(map(_augments, stages)))
     except Exception as error:  # as above
         log.debug("the training data do not say what they are: %s", error)
@@ -73,14 +81,32 @@ def not_repeated(dataset: Any, *, seeded: bool, fast: bool, within: int) -> list
 
 
 def _shuffles(stage: Any) -> bool:
+    if _goes_by_itself(stage):
+        return False
     sampler = getattr(stage, "sampler", None)
-    if sampler is not None:
-        return "Random" in type(sampler).__name__ or bool(getattr(sampler, "shuffle", False))
+    if sampler is not None:  # `shuffle` is a bool, or a string of MindSpore's enum
+        return "Random" in type(sampler).__name__ or getattr(sampler, "shuffle", None) not in (None, False, "false")
     return type(stage).__name__ == "ShuffleDataset" or getattr(stage, "shuffle_flag", 0) != 0
 
 
+def _has_own_sampler(stage: Any) -> bool:
+    kind = type(getattr(stage, "sampler", None))
+    own = kind is not type(None) and not kind.__module__.startswith("mindspore.")
+    return (own or kind.__name__ == "IterSampler") and not _goes_by_itself(stage)
+
+
+def _goes_by_itself(stage: Any) -> bool:
+    """Whether it is a GeneratorDataset of what can only be iterated: MindSpore gives it a sampler that nobody uses."""
+    return not hasattr(getattr(stage, "source", []), "__getitem__")
+
+
 def _augments(stage: Any) -> bool:
-    return any("Random" in type(one).__name__ for one in getattr(stage, "operations", None) or ())
+    return any(map(_draws, getattr(stage, "operations", None) or ()))
+
+
+def _draws(operation: Any) -> bool:
+    inner = getattr(operation, "transforms", None) or ()
+    return bool(_DRAWS.search(type(operation).__name__)) or any(map(_draws, inner))
 
 
 def _stages(dataset: Any) -> list[str]:
@@ -93,3 +119,11 @@ def _chain(dataset: Any) -> Iterator[Any]:
             return
         yield dataset
         dataset = next(iter(getattr(dataset, "children", None) or ()), None)
+
+
+def _tree(dataset: Any) -> list[Any]:
+    """All of its stages, up to a limit."""
+    found = [dataset]
+    for stage in found:
+        found.extend((getattr(stage, "children", None) or ())[: DEEP - len(found)])
+    return found

@@ -55,6 +55,53 @@ def unseeded(folder: Path, fails: str) -> None:
     model.train(2, dataset, callbacks=[Losses(), *more, LastGasp(str(folder / "ckpts"))])
 
 
+def pipelines(folder: Path, fails: str) -> None:
+    """What is said of each of them behind a resume in the middle of an epoch, seeded or not."""
+    from mindspore.dataset import GeneratorDataset, NumpySlicesDataset, SubsetRandomSampler, vision
+    from mindspore.dataset import Sampler as OwnSampler
+    from mindspore.dataset import zip as zipped
+    from mindspore.dataset.transforms import Compose, RandomApply
+
+    from lastgasp_mindformers.data import not_repeated
+
+    class Permuted(OwnSampler):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            yield from np.random.permutation(8)
+
+    def generated() -> Any:
+        yield from ((row,) for row in rows)
+
+    def of(source: Any, name: str = "x", **options: Any) -> Any:
+        return GeneratorDataset(source, [name], **options)
+
+    def mapped(operations: Any) -> Any:
+        return NumpySlicesDataset({"x": np.zeros((8, 4, 4, 3), np.uint8)}, shuffle=False).map(operations, ["x"])
+
+    flip, rows = vision.RandomHorizontalFlip(0.5), [np.array([row], np.float32) for row in range(8)]
+    made = {
+        "generator": of(generated),
+        "rows": of(rows),
+        "rows in order": of(rows, shuffle=False),
+        "drawn rows": of(rows, sampler=SubsetRandomSampler([1, 2, 3, 4])),
+        "shard": of(rows, num_shards=2, shard_id=0),
+        "shard in order": of(rows, num_shards=2, shard_id=0, shuffle=False),
+        "second is shuffled": zipped((of(rows, shuffle=False), of(rows, "y"))),
+        "own sampler": of(rows, sampler=Permuted()),
+        "own order": of(rows, sampler=[3, 2, 1, 0]),
+        "flips": mapped([flip]),
+        "composed": mapped(Compose([vision.HorizontalFlip(), flip])),
+        "sometimes": mapped(RandomApply([vision.HorizontalFlip()])),
+        "augmented": mapped(vision.AutoAugment()),
+        "uniform": mapped(vision.UniformAugment([vision.HorizontalFlip()], 1)),
+        "resized": mapped([vision.Resize(2)]),
+    }
+    for name, dataset in made.items():
+        told = [not_repeated(dataset.batch(2), seeded=seeded, fast=True, within=1) for seeded in (True, False)]
+        what = ("a seed", "own sampler", "augmentations")
+        words = ["+".join(word for word in what if word in str(each)) for each in told]
+        print(f"{name}: {' or '.join(words)}", flush=True)
+
+
 def inline(folder: Path, fails: str) -> None:
     """The line of the documentation: `model.train` is looked up before its arguments are evaluated."""
     model, dataset, _ = made()
