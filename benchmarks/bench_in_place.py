@@ -11,12 +11,14 @@ After each round the final weights of the jobs with faults are compared with tho
 What it costs to be able to: steps of the same job without faults, in one process by turns with `recovery="auto"` and
 with `recovery="restart"`; the difference of the mean step within each round, of rank 0.
 
-nvidia-resiliency-ext 0.4.1 in process took 0.31 s (run once, 2 busy cores): the world shrinks by the dead rank there,
-the state is the user's own business, and rank 0 must not die. So it does not stand in the table.
+Where nvidia-resiliency-ext is installed, the same model in its in-process restart, too (nvrx_job.py): `pip install
+--no-deps nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py`, the folder in PYTHONPATH. The world shrinks by the dead
+rank there, the state is the user's own business, and rank 0 must not die.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -38,7 +40,9 @@ PARTS = ("the function is called again", "process group", "DDP", "session")
 LAUNCHERS = {
     "bare": ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "9"],
     "lastgasp": ["-m", "lastgasp", "run"],
+    "nvrx": ["-m", "benchmarks.nvrx_job"],
 }
+NVRX = importlib.util.find_spec("nvidia_resiliency_ext") is not None
 BARE = {"LASTGASP_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FIRST, OTHER, RAISES = ("kill", 0), ("kill", LAST), ("exception", 1)
 Fault = tuple[str, int]
@@ -92,6 +96,9 @@ class _Jobs:
             self.differ.append(float(len(differences(calm / "final.pt", place / "final.pt"))))
             self.note(way, place, faults)
         self.note("bare", self.job(f"bare-{number}", "bare", some, some), some)
+        for again in range(self.scale.faults if NVRX else 0):
+            ends = [OTHER, RAISES]  # one rank can be killed in a job
+            self.note("nvrx", self.job(f"nvrx-{number}-{again}", "nvrx", ends, ends), ends)
 
     def job(self, name: str, launcher: str, faults: Sequence[Fault], room: Sequence[Fault], **more: str) -> Path:
         """Run one; `room`: faults for which it has steps."""
@@ -105,7 +112,8 @@ class _Jobs:
 
     def run(self, place: Path, launcher: str, options: Sequence[str], more: dict[str, str]) -> None:
         """To the end."""
-        command = [sys.executable, *LAUNCHERS[launcher], "--nproc-per-node", str(RANKS), str(SCRIPT)]
+        command = [sys.executable, *LAUNCHERS[launcher]]
+        command += ["--nproc-per-node", str(RANKS), str(SCRIPT)] if launcher != "nvrx" else []
         command += ["--dir", str(place), "--width", str(self.scale.width), *options]
         warm = {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug"}
         environ = os.environ | {"OMP_NUM_THREADS": "1"} | (BARE if launcher == "bare" else warm) | more
@@ -116,15 +124,16 @@ class _Jobs:
 
     def note(self, way: str, place: Path, faults: Sequence[Fault]) -> None:
         """Take the times of one job."""
-        paths = sorted((place / "ckpts" / "incidents").glob("*.json")) if way != "bare" else []
+        ours, ranks = way not in ("bare", "nvrx"), RANKS - (way == "nvrx")
+        paths = sorted((place / "ckpts" / "incidents").glob("*.json")) if ours else []
         found = [decode_incident(path.read_bytes()) for path in paths]
-        if way != "bare":
+        if ours:
             _require(way, faults, found, place)
         for number, fault in enumerate(faults):
             step = APART * (number + 1)
             at = int((place / f"fault-{step}").read_text())
-            parts = {part: _first(place, part, at) for part in PARTS} if way == "auto" else {}
-            parts |= {"": _first(place, str(step), at)}
+            parts = {part: _first(place, ranks, part, at) for part in PARTS} if way == "auto" else {}
+            parts |= {"": _first(place, ranks, str(step), at)}
             if way == "auto" and (released := found[number].phases.released) is not None:
                 parts = {"decided": released} | parts
             for part, moment in parts.items():
@@ -133,7 +142,8 @@ class _Jobs:
     def measures(self) -> list[Measure]:
         """What was found."""
         names = {FIRST: "SIGKILL of rank 0", OTHER: "SIGKILL of the last rank", RAISES: "exception of one rank"}
-        ways = {"auto": "in place", "restart": "recovery=restart, warm", "bare": "bare torchrun"}
+        ways = {"auto": "in place", "restart": "recovery=restart, warm", "bare": "bare torchrun",
+                "nvrx": "nvidia-resiliency-ext, in process, without the dead rank"}  # fmt: skip
         targets = {FIRST: 0.5, OTHER: 0.5, RAISES: 0.15}
         found = []
         for (way, part, fault), samples in self.times.items():
@@ -161,9 +171,9 @@ def _require(way: str, faults: Sequence[Fault], found: Sequence[Incident], place
         raise RuntimeError(f"{place.name}: {what}\n{(place / 'log').read_text()[-4000:]}")
 
 
-def _first(place: Path, what: str, after: int) -> int:
+def _first(place: Path, ranks: int, what: str, after: int) -> int:
     """When the slowest rank had first done it after a fault."""
-    return max(_of_rank(place, rank, what, after) for rank in range(RANKS))
+    return max(_of_rank(place, rank, what, after) for rank in range(ranks))
 
 
 def _of_rank(place: Path, rank: int, what: str, after: int) -> int:

@@ -32,8 +32,8 @@ BATCH, WIDE, PASS = 8, 256, 100
 """Samples of a step, their numbers, and steps of one pass over the data."""
 
 
-def main() -> None:
-    """Train to the last step, from a checkpoint if there is one; or measure what a step costs."""
+def arguments() -> argparse.Namespace:
+    """What the benchmark says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -43,8 +43,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="only measure steps, in so many rounds")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main() -> None:
+    """Train to the last step, from a checkpoint if there is one; or measure what a step costs."""
+    args = arguments()
     torch.set_num_threads(1)
-    job = _Job(args)
+    job = Job(args)
     if args.rounds:
         job.costs(args.rounds)
     elif args.bare:
@@ -53,7 +59,7 @@ def main() -> None:
         train(job.training)
 
 
-class _Job:
+class Job:
     """What stays the same objects over all calls of the training function."""
 
     def __init__(self, args: argparse.Namespace) -> None:
