@@ -26,13 +26,15 @@ class Breaks(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise InjectedFault("broken")
 
 
-def trainer(folder: Path, *callbacks: Any, rows: int = 12, net: Any = None, **changed: Any) -> Trainer:
+def trainer(
+    folder: Path, *callbacks: Any, rows: int = 12, net: Any = None, kind: type[Trainer] = Trainer, **changed: Any
+) -> Trainer:
     """Twelve steps, saved every four."""
     wanted = arguments(str(folder), "plain")
     for name, value in changed.items():
         setattr(wanted, name, value)
-    return Trainer(net or model(), wanted, train_dataset=Tokens(rows, True), eval_dataset=Tokens(8),
-                   callbacks=[*callbacks])  # fmt: skip
+    return kind(net or model(), wanted, train_dataset=Tokens(rows, True), eval_dataset=Tokens(8),
+                callbacks=[*callbacks])  # fmt: skip
 
 
 def outcome(one: Trainer, loss: float) -> dict[str, torch.Tensor]:

@@ -53,17 +53,19 @@ class PrefetchedData:
         self._loader: Any = None
         self._pass: object = None
         self._make: Callable[[], Iterator[Any]]
+        self._let_go: Callable[[], None] = lambda: None
         self.fetching: Callable[[], None] = lambda: None
         self.fetched: Callable[[bool], None] = lambda there: None
         self.inexact: Callable[[str], None] = lambda why: None
 
     def follow(self, loader: object) -> None:
-        """Watch a DataLoader over a map-style dataset; anything else is left alone."""
+        """Watch a DataLoader over a map-style dataset, and no other any more; anything else is left alone."""
+        self._let_go()
         self.followed, self._pass = is_map(loader), None
         if self.followed:
             self._loader, self._track = loader, track_sampler(loader, self._random)
             self._own = OwnGenerators(makers(loader), self._random.used)
-            replace_attribute(loader, "__iter__", self._around_iter)
+            self._let_go = replace_attribute(loader, "__iter__", self._around_iter)
 
     def _around_iter(self, original: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
         self._make = original

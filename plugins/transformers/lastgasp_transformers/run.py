@@ -177,6 +177,8 @@ class Run:
     def begin(self) -> None:
         """Everything is loaded, and training begins."""
         trainer, core, session = self._trainer, self.core, self.session
+        if trainer.callback_handler.train_dataloader not in self._loaders[:1]:  # the script had asked for one first
+            self._follow(trainer.callback_handler.train_dataloader)
         self.training = training = Training(trainer, self._data, core.place, session, self._fit.number)
         training.state.as_set = self._set_before(self._as_set or training.state.as_set)  # before one was loaded
         training.loaders = self._loaders
@@ -250,9 +252,14 @@ class Run:
 
     def _around_get_train_dataloader(self, original: Any) -> Any:
         loader = original()
-        self._data.follow(getattr(loader, "base_dataloader", None))
-        self._loaders = [loader, getattr(loader, "base_dataloader", None)]
+        if not self._loaders:  # Trainer's own; scripts may ask for more of them, which nobody trains on
+            self._follow(loader)
         return loader
+
+    def _follow(self, loader: Any) -> None:
+        below = getattr(loader, "base_dataloader", None)
+        self._data.follow(below)
+        self._loaders = [loader, below]
 
     def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
         if path != self._loaded:

@@ -1,0 +1,65 @@
+"""What scripts do around Hugging Face's Trainer, on one device in this process: it resumes as plain Trainer does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
+from lastgasp.checkpoint import verify
+from lastgasp.errors import ConfigError
+from lastgasp.testing.faults import InjectedFault
+from lastgasp_transformers import LastGasp, state
+from lastgasp_transformers.files import LAYOUT
+
+pytestmark = [pytest.mark.usefixtures("restored_environ", "first_training"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def first_training() -> None:
+    """Of its script, whatever other tests have trained."""
+    new_process()
+
+
+def _differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in {**one, **other} if not torch.equal(one[name], other[name])]
+
+
+def _trained(one: Trainer, **given: Any) -> dict[str, torch.Tensor]:
+    return outcome(one, one.train(**given).training_loss)
+
+
+class Peeks(Trainer):  # type: ignore[misc,unused-ignore]
+    """Counts its steps in a loader that nobody trains on."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """After Trainer has made its own loader."""
+        assert len(self.get_train_dataloader()) == 6
+        return super().create_scheduler(num_training_steps, optimizer)
+
+
+class PeeksFirst(Trainer):  # type: ignore[misc,unused-ignore]
+    """The same before Trainer makes its own."""
+
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        assert len(self.get_train_dataloader()) == 6
+        return super()._inner_training_loop(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [Peeks, PeeksFirst])
+def test_the_loader_that_is_trained_is_the_one_that_is_resumed(tmp_path: Path, kind: type[Trainer]) -> None:
+    expected = _trained(trainer(tmp_path / "plain", kind=kind))
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path / "d", LastGasp(), Breaks(5), kind=kind).train()
+    new_process()
+    assert _differences(_trained(trainer(tmp_path / "d", LastGasp(), kind=kind)), expected) == []
