@@ -63,3 +63,51 @@ def test_the_loader_that_is_trained_is_the_one_that_is_resumed(tmp_path: Path, k
         trainer(tmp_path / "d", LastGasp(), Breaks(5), kind=kind).train()
     new_process()
     assert _differences(_trained(trainer(tmp_path / "d", LastGasp(), kind=kind)), expected) == []
+
+
+class Averages(torch.optim.Optimizer):
+    """As a schedule-free one: `eval` puts other weights into the model, `train` takes them out."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "train_mode": True})
+
+    def _swap(self, mode: bool) -> None:
+        for group in self.param_groups:
+            for one in group["params"] if group["train_mode"] != mode else ():
+                if (other := self.state[one].get("other")) is not None:
+                    kept = one.detach().clone()
+                    one.data.copy_(other)
+                    other.copy_(kept)
+            group["train_mode"] = mode
+
+    def train(self) -> None:
+        """Trainer calls it."""
+        self._swap(True)
+
+    def eval(self) -> None:
+        """As well."""
+        self._swap(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Of the weights, and of their average."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.add_(one.grad, alpha=-group["lr"])
+                self.state[one].setdefault("other", one.detach().clone()).lerp_(one, 0.3)
+
+
+def _with(optimizer: Any, folder: Path, *callbacks: Any, **changed: Any) -> Trainer:
+    one = trainer(folder, *callbacks, **changed)
+    one.optimizer = optimizer(one.model.parameters())
+    inner = getattr(one.optimizer, "optimizer", one.optimizer)
+    one.lr_scheduler = torch.optim.lr_scheduler.StepLR(inner, 4)
+    return one
+
+
+def test_a_schedule_free_optimizer_goes_on_with_the_weights_that_it_trains(tmp_path: Path) -> None:
+    """Trainer saves the others, which it has just evaluated."""
+    expected = _trained(_with(Averages, tmp_path / "plain"))
+    _with(Averages, tmp_path / "d", LastGasp(), max_steps=4).train()
+    new_process()
+    assert _differences(_trained(_with(Averages, tmp_path / "d", LastGasp())), expected) == []

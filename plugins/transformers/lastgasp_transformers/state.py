@@ -26,6 +26,8 @@ from lastgasp_transformers.kept import unsaved_of
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+_WHICH = "train_mode"
+"""Of schedule-free optimizers: which weights are in the model. It belongs to the weights that were loaded."""
 _KEPT = ("step", "last", "in_epoch", "control", "callbacks", "sums")
 
 
@@ -240,7 +242,8 @@ class Training(adapter.Training):
         for scheduler, state in zip(self.state.schedulers.values(), record["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
-            group.update(values)
+            kept = {name: group[name] for name in (_WHICH,) if name in group}
+            group.update(values | kept)
         self._buckets.restore(record["buckets"])
         self.state.flags.restore(record.get("flags"), tell=False)
         if missing := record.get("not_saved"):  # of Trainer's own save; of a gasp it was said with the fault
