@@ -111,3 +111,54 @@ def test_a_schedule_free_optimizer_goes_on_with_the_weights_that_it_trains(tmp_p
     _with(Averages, tmp_path / "d", LastGasp(), max_steps=4).train()
     new_process()
     assert _differences(_trained(_with(Averages, tmp_path / "d", LastGasp())), expected) == []
+
+
+class Adds(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Writes beside the weights when they are saved, and removes what is of no use to it."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """What was measured."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        (folder / "metrics.json").write_text("{}")
+        (folder / "training_args.bin").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("after", [8, 9])
+def test_files_that_a_callback_adds_or_removes_cost_no_checkpoint(tmp_path: Path, after: int) -> None:
+    expected = _trained(trainer(tmp_path / "plain"))
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path / "d", Adds(), LastGasp(), Breaks(after)).train()
+    for path in (tmp_path / "d").glob("checkpoint-[0-9]"):  # of the gasp, too
+        (path / "evaluated.json").touch()
+    new_process()
+    assert _differences(_trained(trainer(tmp_path / "d", Adds(), LastGasp())), expected) == []
+
+
+def test_a_gasp_with_an_added_file_is_resumed_where_its_save_was_due(tmp_path: Path) -> None:
+    class Breaking(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            raise InjectedFault("before the save")
+
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, LastGasp(), Breaking()).train()
+    (tmp_path / "checkpoint-4/notes.txt").touch()
+    new_process()
+    one = trainer(tmp_path, LastGasp(), Breaks(6))
+    with pytest.raises(InjectedFault):
+        one.train()
+    assert one.state.global_step == 6
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "adapter/adapter_model.safetensors", "scaler.pt", "optimizer.bin", "rng_state_1.pth"]
+)
+def test_an_added_file_that_trainer_would_load_is_damage(tmp_path: Path, name: str) -> None:
+    trainer(tmp_path, LastGasp(), max_steps=4).train()
+    (tmp_path / "checkpoint-4/metrics.json").touch()
+    assert verify(tmp_path / "checkpoint-4", LAYOUT).ok
+    (tmp_path / "checkpoint-4/training_args.bin").unlink()
+    assert verify(tmp_path / "checkpoint-4", LAYOUT).ok
+    added = tmp_path / "checkpoint-4" / name
+    added.parent.mkdir(exist_ok=True)
+    added.touch()
+    assert [one.kind for one in verify(tmp_path / "checkpoint-4", LAYOUT).damages] == ["foreign"]

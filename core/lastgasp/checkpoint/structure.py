@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import stat
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lastgasp.ports import Layout
 
 from .manifest import FileEntry, Manifest
 from .verdict import Damage, of_error
+
+_READ = {
+    "transformers": ("*pytorch_model*", "model.safetensors*", "model-*.safetensors", "adapter_*", "*optimizer*",
+                     "scheduler.pt", "scaler.pt", "rng_state*", "trainer_state.json", "lastgasp.pt",
+                     "checkpoint-is-incomplete*"),
+}  # fmt: skip
+"""Formats into whose directories others write (callbacks of Trainer, in `on_save`): which of their files are damage, as
+they would be loaded when training is resumed, or say that something is wrong. Of any other format all are."""
+_NEVER_READ = {"transformers": "training_args.bin"}
+"""What scripts remove from a checkpoint, as nothing reads it."""
 
 
 def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[Damage], list[FileEntry]]:
@@ -18,7 +29,7 @@ def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[
         damage = size_damage(checkpoint.parent / entry.path, entry)
         if damage is None:
             sound.append(entry)
-        else:
+        elif damage.kind != "missing" or not entry.path.endswith(f"/{_NEVER_READ.get(manifest.format)}"):
             damages.append(damage)
     return damages + _foreign(checkpoint, layout, manifest), sound
 
@@ -42,6 +53,7 @@ def size_damage(path: Path, entry: FileEntry) -> Damage | None:
 
 def _foreign(checkpoint: Path, layout: Layout, manifest: Manifest) -> list[Damage]:
     """Files that the manifest does not name. Hidden ones (`.nfs...`, `.DS_Store`) are ignored."""
+    read = _READ.get(manifest.format, ("*",))
     try:
         found = layout.files(checkpoint)
     except OSError as error:
@@ -51,4 +63,5 @@ def _foreign(checkpoint: Path, layout: Layout, manifest: Manifest) -> list[Damag
         Damage(file=name, kind="foreign", detail="is not in the manifest: move it out of the checkpoint")
         for name in extra
         if not name.rpartition("/")[2].startswith(".")
+        and any(fnmatchcase(part, pattern) for part in name.split("/")[1:] or [name] for pattern in read)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import shutil
@@ -131,7 +132,8 @@ class OwnSaves(adapter.NativeManifests):
         """On rank 0: a good gasp of this very step is Trainer's own checkpoint from now on, and no gasp any more."""
         found = checkpoint.read_manifest(LAYOUT.manifest_path(save.path))
         if isinstance(found, checkpoint.Manifest) and found.kind == "gasp":
-            checkpoint.write_manifest(save.path, LAYOUT, self.provenance(save), found.files)
+            with contextlib.suppress(adapter.CheckpointError):  # somebody has put more files there: it stays a gasp
+                checkpoint.write_manifest(save.path, LAYOUT, self.provenance(save), found.files)
 
 
 def write_checkpoint(staged: checkpoint.Staged, trainer: Any, dump: Record, record: Record, state: Record) -> None:
