@@ -97,6 +97,35 @@ class Averages(torch.optim.Optimizer):
                 self.state[one].setdefault("other", one.detach().clone()).lerp_(one, 0.3)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another one, and has a state besides."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.optimizer, self.param_groups = inner, inner.param_groups
+        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Every third one goes half of the way."""
+        self.optimizer.step(closure)
+        self.count += 1
+        if self.count % 3 == 0:
+            for slow, one in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+                one.copy_(slow.lerp_(one, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        """With that of the other."""
+        return self.optimizer.state_dict() | {"slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The same."""
+        self.slow, self.count = state["slow"], state["count"]
+        self.optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        self.param_groups = self.optimizer.param_groups
+
+
 def _with(optimizer: Any, folder: Path, *callbacks: Any, **changed: Any) -> Trainer:
     one = trainer(folder, *callbacks, **changed)
     one.optimizer = optimizer(one.model.parameters())
@@ -105,12 +134,50 @@ def _with(optimizer: Any, folder: Path, *callbacks: Any, **changed: Any) -> Trai
     return one
 
 
+def _lookahead(params: Any) -> Lookahead:
+    return Lookahead(torch.optim.AdamW(params, lr=1e-2))
+
+
 def test_a_schedule_free_optimizer_goes_on_with_the_weights_that_it_trains(tmp_path: Path) -> None:
     """Trainer saves the others, which it has just evaluated."""
     expected = _trained(_with(Averages, tmp_path / "plain"))
     _with(Averages, tmp_path / "d", LastGasp(), max_steps=4).train()
     new_process()
     assert _differences(_trained(_with(Averages, tmp_path / "d", LastGasp())), expected) == []
+
+
+@pytest.mark.parametrize("optimizer", [_lookahead])
+def test_all_that_an_optimizer_keeps_is_saved_and_comes_back(tmp_path: Path, optimizer: Any) -> None:
+    expected = _trained(_with(optimizer, tmp_path / "plain"))
+    with pytest.raises(InjectedFault):
+        _with(optimizer, tmp_path / "d", LastGasp(), Breaks(5)).train()
+    new_process()
+    assert _differences(_trained(_with(optimizer, tmp_path / "d", LastGasp())), expected) == []
+
+
+def test_a_wrapped_update_is_not_complete_before_what_wraps_it_is(tmp_path: Path) -> None:
+    """Raised between the two: the step is lost, not saved as complete."""
+
+    def breaks(params: Any) -> Lookahead:
+        made = _lookahead(params)
+        made.slow = made.slow[:3]  # the third step raises behind that of the inner one
+        return made
+
+    with pytest.raises(ValueError, match="longer"):
+        _with(breaks, tmp_path, LastGasp()).train()
+    assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def test_an_optimizer_whose_state_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
+    class Other(Lookahead):
+        def state_dict(self) -> dict[str, Any]:
+            return {"slow": self.slow, "base": self.optimizer.state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.optimizer.load_state_dict(state["base"])
+
+    with pytest.raises(ConfigError, match="param_groups"):
+        _with(lambda params: Other(torch.optim.SGD(params)), tmp_path, LastGasp()).train()
 
 
 class Adds(TrainerCallback):  # type: ignore[misc,unused-ignore]

@@ -82,6 +82,11 @@ class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise adapter.ConfigError("callbacks", "LastGasp", allowed, "Call super().train() in your own Trainer's.")
         self.run.begin()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The update is done, also where one optimizer wraps another."""
+        if self.run is not None:
+            self.run.training.updated()
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """A batch of an evaluation is progress. With DDP it goes past the wrapped model, which is the one followed."""
         if self.run is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from lastgasp import adapter
@@ -62,7 +63,7 @@ class Training(adapter.Training):
         self._job = [place.job, fit]
         self.trainer, self._data, self._place, self._session = trainer, data, place, session
         self._optimizer = trainer.optimizer
-        while hasattr(self._optimizer, "optimizer"):  # accelerate wraps it anew in each call of train()
+        while isinstance(self._optimizer, AcceleratedOptimizer):  # it is wrapped anew in each call of train()
             self._optimizer = self._optimizer.optimizer
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
@@ -70,6 +71,7 @@ class Training(adapter.Training):
         if self.state.partitioned:
             name, remedy = type(self._optimizer).__name__, "Use a plain one, or take LastGasp out of the callbacks."
             raise adapter.ConfigError("optimizer", name, "one that each rank holds completely", remedy)
+        steps = self._innermost()
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
         self._gate = self.recorder.queued.gate(session)
         self._buckets = shared.BucketLayouts(self.state)
@@ -85,13 +87,31 @@ class Training(adapter.Training):
         self.done, self.updates = 0, 1
         self.last: tuple[Any, ...] = (None, None)
         self.norm: Any = None
-        self._handles = [self._optimizer.register_step_pre_hook(self._before_update),
-                         self._optimizer.register_step_post_hook(self._after_update)]  # fmt: skip
+        self._handles = [steps.register_step_pre_hook(self._before_update)]
+        if steps is self._optimizer:  # what wraps another one goes on when that has made its step
+            self._handles.append(steps.register_step_post_hook(self._after_update))
 
     @property
     def source(self) -> adapter.StateSource:
         """Where a gasp gets the state from."""
         return self.gasps
+
+    def _innermost(self) -> Any:
+        """The optimizer that makes the step: others wrap it (Lookahead), and are what is saved.
+
+        Raises:
+            ConfigError: the state of one that wraps another cannot be put together.
+        """
+        found = outer = self._optimizer
+        while isinstance(getattr(found, "optimizer", None), torch.optim.Optimizer):
+            found = found.optimizer
+        if found is outer:
+            return found
+        if [*self.state.optimizers.values()] != [outer] or "param_groups" not in outer.state_dict():
+            allowed = "one whose state_dict() has param_groups, with the hooks of torch.optim.Optimizer"
+            remedy = "Call Optimizer.__init__ in it, or take LastGasp out of the callbacks."
+            raise adapter.ConfigError("optimizer", type(outer).__name__, allowed, remedy)
+        return found
 
     def digests(self) -> dict[str, bytes]:
         """Of what all ranks hold in common."""
@@ -124,6 +144,11 @@ class Training(adapter.Training):
 
     def _after_update(self, *_: object) -> None:
         self.phase = "updated"
+
+    def updated(self) -> None:
+        """Trainer's optimizer has made its step, if it was not left out."""
+        if self.phase:
+            self._after_update()
 
     def completed(self, last: tuple[Any, ...]) -> int:
         """The step is complete: capture it. Returns its number."""
