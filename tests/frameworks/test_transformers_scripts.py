@@ -229,3 +229,48 @@ def test_an_added_file_that_trainer_would_load_is_damage(tmp_path: Path, name: s
     added.parent.mkdir(exist_ok=True)
     added.touch()
     assert [one.kind for one in verify(tmp_path / "checkpoint-4", LAYOUT).damages] == ["foreign"]
+
+
+def _freezes(one: Trainer) -> Trainer:
+    for name, value in one.model.named_parameters():
+        value.requires_grad_(".h.0." not in name)
+    return one
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+def test_what_a_new_job_unfreezes_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not in a restart of the one that has frozen it."""
+    monkeypatch.setenv("LASTGASP_JOB", "one")
+    with pytest.raises(InjectedFault):
+        _freezes(_with(_sgd, tmp_path, LastGasp(), Breaks(4))).train()
+    for job, attempt, all_trained in (("one", 1, False), ("two", 0, True)):
+        monkeypatch.setenv("LASTGASP_JOB", job)
+        monkeypatch.setenv("LASTGASP_ATTEMPT", str(attempt))
+        new_process()
+        one = _with(_sgd, tmp_path, LastGasp(), Breaks(5))
+        one.model.eval()  # as `from_pretrained` gives it
+        with pytest.raises(InjectedFault):
+            one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert all(value.requires_grad for value in one.model.parameters()) is all_trained
+        shutil.rmtree(tmp_path / "checkpoint-5")
+    assert "as when the checkpoint was saved" not in caplog.text
+
+
+def test_what_training_itself_has_unfrozen_stays_so_in_a_new_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unfreezes(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            more["model"].requires_grad_(True)
+
+    _freezes(_with(_sgd, tmp_path, LastGasp(), Unfreezes(), max_steps=4)).train()
+    new_process()
+    one = _freezes(_with(_sgd, tmp_path, LastGasp(), max_steps=5))
+    one.train()
+    assert all(value.requires_grad for value in one.model.parameters())
+    assert "as when the checkpoint was saved" in caplog.text

@@ -68,6 +68,7 @@ class Training(adapter.Training):
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
         self.state.require_supported(place.world_size)
+        self._frozen_as_set = self.state.flags.record(self.state.flags.take())["frozen"]
         if self.state.partitioned:
             name, remedy = type(self._optimizer).__name__, "Use a plain one, or take LastGasp out of the callbacks."
             raise adapter.ConfigError("optimizer", name, "one that each rank holds completely", remedy)
@@ -210,6 +211,7 @@ class Training(adapter.Training):
             "schedulers": boundary["torch"].schedulers,
             "buckets": self._buckets.layouts,
             "flags": self.state.flags.record(boundary["torch"].flags),
+            "frozen_as_set": self._frozen_as_set,
             "as_set": self.state.as_set.values,
             "not_saved": "; ".join(filter(None, (self._of_others(aux), *self._missing()))),
         }
@@ -270,7 +272,7 @@ class Training(adapter.Training):
             kept = {name: group[name] for name in (_WHICH,) if name in group}
             group.update(values | kept)
         self._buckets.restore(record["buckets"])
-        self.state.flags.restore(record.get("flags"), tell=False)
+        self._restore_flags(record)
         if missing := record.get("not_saved"):  # of Trainer's own save; of a gasp it was said with the fault
             self._session.note(missing)
         if own is None:
@@ -282,11 +284,24 @@ class Training(adapter.Training):
         trainer.current_flos = mine.flos
         return mine.data
 
+    def _restore_flags(self, record: Record) -> None:
+        """What a new job freezes otherwise than the one before, which had left it as it was, is what is wanted."""
+        flags, again = record.get("flags"), self._is_of_this_job(record)
+        if flags is not None and not again and flags["frozen"] == record.get("frozen_as_set"):
+            flags = flags | {"frozen": self._frozen_as_set}
+        if flags is not None:  # what evaluates now is put into training mode anyway
+            now = self.state.flags.record(self.state.flags.take())
+            self.state.flags.restore(now | {"frozen": flags["frozen"]}, tell=not again)
+        self.state.flags.restore(flags, tell=False)
+
+    def _is_of_this_job(self, record: Record) -> bool:
+        return bool(self._place.restarted and record.get("job") == self._job)
+
     def _restore_control(self, record: Record) -> None:
         """The end of another job, or fit, is no end of this one; nor is an evaluation due that it does not want."""
         state, control = self.trainer.state, self.trainer.control
         vars(control).update(record["control"])
-        if not (self._place.restarted and record.get("job") == self._job):
+        if not self._is_of_this_job(record):
             control.should_training_stop = state.global_step >= state.max_steps
             control.should_evaluate &= self.trainer.args.eval_strategy != "no"
         elif control.should_training_stop and state.global_step < state.max_steps:
