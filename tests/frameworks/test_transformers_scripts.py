@@ -274,3 +274,21 @@ def test_what_training_itself_has_unfrozen_stays_so_in_a_new_job(
     one.train()
     assert all(value.requires_grad for value in one.model.parameters())
     assert "as when the checkpoint was saved" in caplog.text
+
+
+class PassesOn(Trainer):  # type: ignore[misc,unused-ignore]
+    """Names no parameter."""
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        super()._save_checkpoint(*args, **options)
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        super()._load_from_checkpoint(checkpoint_path)
+
+
+def test_subclasses_may_name_parameters_in_their_way(tmp_path: Path) -> None:
+    for steps in (4, 8):
+        new_process()
+        one = trainer(tmp_path, LastGasp(), kind=PassesOn, max_steps=steps)
+        one.train()
+        assert one.state.global_step == steps

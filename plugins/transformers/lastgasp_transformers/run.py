@@ -75,9 +75,10 @@ def require_supported(trainer: Any, trial: Any) -> None:
         if bad:
             remedy = _FSDP if value == "FSDP" else "Change it, or take LastGasp out of the callbacks."
             raise adapter.ConfigError(field, value, allowed, remedy)
+    theirs = trainer_module.Trainer  # a subclass's own only has to take what Trainer gives
     for name, needs in _NEEDS.items():
-        there = inspect.signature(getattr(trainer, name)).parameters if hasattr(trainer, name) else {}
-        if not hasattr(trainer, name) or set(needs) - set(there):
+        there = inspect.signature(getattr(theirs, name)).parameters if hasattr(theirs, name) else {}
+        if not hasattr(theirs, name) or set(needs) - set(there):
             raise adapter.HookNotPlaced(f"Trainer.{name}({', '.join(needs)})", str(tuple(there)), versions_known())
 
 
