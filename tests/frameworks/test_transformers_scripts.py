@@ -292,3 +292,15 @@ def test_subclasses_may_name_parameters_in_their_way(tmp_path: Path) -> None:
         one = trainer(tmp_path, LastGasp(), kind=PassesOn, max_steps=steps)
         one.train()
         assert one.state.global_step == steps
+
+
+def test_the_time_of_earlier_attempts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their steps and tokens do, in what is logged of the speed."""
+    with monkeypatch.context() as later:
+        later.setattr(state, "time", SimpleNamespace(time=lambda: time.time() + 1000))
+        with pytest.raises(InjectedFault):
+            trainer(tmp_path, LastGasp(), Breaks(5)).train()
+    new_process()
+    metrics = trainer(tmp_path, LastGasp()).train().metrics
+    assert 1000 < metrics["train_runtime"] < 1300
+    assert metrics["train_steps_per_second"] < 0.1

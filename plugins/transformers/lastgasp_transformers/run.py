@@ -37,6 +37,7 @@ _NEEDS = {
     "_get_grad_norm": ("model",),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
     "_save_checkpoint": ("model", "trial"),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
     "_load_rng_state": ("checkpoint",),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
@@ -127,6 +128,7 @@ class Run:
         self._random: bytes | None = None
         self._good: set[Path] = set()
         self._loaded = ""
+        self._before = 0.0
         self._loaders: list[object] = []
         self._as_set: shared.AsSet | None = None
         self._trial: Path | None = None
@@ -300,12 +302,20 @@ class Run:
         consumed = given["steps_trained_in_current_epoch"] if begun else 0
         training.done = consumed // self._trainer.args.gradient_accumulation_steps
         record, self._record = self._record, None
+        if record is not None:
+            self._before = record.get("seconds", 0.0)
+        given["start_time"] -= self._before
+        training.began = given["start_time"]
         exact = record is not None and self._return(record, given)
         undo = adapter.replace_attribute(trainer_module, "skip_first_batches", _skip_nothing if exact else lambda f: f)
         try:
             original(**given)
         finally:
             undo()
+
+    def _around_finalize_training(self, original: Any, trial: Any, samples: Any, start_time: float) -> Any:
+        """What it counts begins where the sums of the loss do."""
+        return original(trial, samples, start_time - self._before)
 
     def _return(self, record: Record, given: dict[str, Any]) -> bool:
         """Stand on the boundary, and do what is due there. Returns whether the data are repeated exactly."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 _WHICH = "train_mode"
 """Of schedule-free optimizers: which weights are in the model. It belongs to the weights that were loaded."""
-_KEPT = ("step", "last", "in_epoch", "control", "callbacks", "sums")
+_KEPT = ("seconds", "step", "last", "in_epoch", "control", "callbacks", "sums")
 
 
 class _Own(msgspec.Struct):
@@ -52,6 +53,7 @@ class Training(adapter.Training):
         loaders: that give the data.
         phase: of the step under way, from its update on; empty before.
         epoch, batches: the epoch under way, and how many batches it has.
+        began: when its training began, earlier by the time that was spent before what it resumes.
         done, updates: the steps of it that are complete, and how many it has.
         norm: of the gradient of the step under way.
         last: norm of the gradient and learning rate of the last step, for its log.
@@ -85,7 +87,7 @@ class Training(adapter.Training):
         self._resumed: Record = {}
         self._scheduled: Record = {}
         self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
-        self.done, self.updates = 0, 1
+        self.done, self.updates, self.began = 0, 1, time.time()
         self.last: tuple[Any, ...] = (None, None)
         self.norm: Any = None
         self._handles = [steps.register_step_pre_hook(self._before_update)]
@@ -160,6 +162,7 @@ class Training(adapter.Training):
             "step": self.step,
             "last": last,
             "in_epoch": (self.epoch, self.done, self.updates),
+            "seconds": time.time() - self.began,
             "state": vars(trainer.state) | {"log_history": list(trainer.state.log_history)},
             "control": dict(vars(trainer.control)),
             "callbacks": [(type(one).__name__, one.state()) for one in self._exportable()],
