@@ -126,6 +126,21 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups = self.optimizer.param_groups
 
 
+class Masters(torch.optim.Optimizer):
+    """Keeps its weights in more digits than the model has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Of those."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                master = self.state[one].setdefault("master", one.detach().double())
+                one.copy_(master.sub_(one.grad.double(), alpha=group["lr"] / 3))
+
+
 def _with(optimizer: Any, folder: Path, *callbacks: Any, **changed: Any) -> Trainer:
     one = trainer(folder, *callbacks, **changed)
     one.optimizer = optimizer(one.model.parameters())
@@ -146,7 +161,7 @@ def test_a_schedule_free_optimizer_goes_on_with_the_weights_that_it_trains(tmp_p
     assert _differences(_trained(_with(Averages, tmp_path / "d", LastGasp())), expected) == []
 
 
-@pytest.mark.parametrize("optimizer", [_lookahead])
+@pytest.mark.parametrize("optimizer", [_lookahead, Masters])
 def test_all_that_an_optimizer_keeps_is_saved_and_comes_back(tmp_path: Path, optimizer: Any) -> None:
     expected = _trained(_with(optimizer, tmp_path / "plain"))
     with pytest.raises(InjectedFault):

@@ -26,7 +26,7 @@ from lastgasp.adapter.checkpoint import Candidate, Fit, remove_orphans
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, path_of, read_record
-from lastgasp_transformers.state import Training
+from lastgasp_transformers.state import Training, dtypes_of, inner_of
 
 log = logging.getLogger("lastgasp")
 
@@ -272,8 +272,18 @@ class Run:
         trainer = self._trainer
         own = {"optimizer": trainer.optimizer}, {"scheduler": trainer.lr_scheduler}
         self._as_set = self._set_before(shared.AsSet(*own))
-        self._as_set.tell((self._record or {}).get("as_set"), self.session.note, self._trial)
-        original(checkpoint)
+        record = self._record or {}
+        self._as_set.tell(record.get("as_set"), self.session.note, self._trial)
+        if record.get("dtypes") != dtypes_of(trainer.model):
+            original(checkpoint)
+            return
+        optimizer = inner_of(trainer.optimizer)
+        around = partial(partial, _load_whole, optimizer)
+        undo = adapter.replace_attribute(optimizer, "load_state_dict", around)
+        try:
+            original(checkpoint)
+        finally:
+            undo()
 
     def _around_init_training_state(self, original: Any, max_steps: int, updates: int, *more: Any) -> tuple[int, int]:
         """At the end of an epoch a resumed run stands behind its last step, not before the next epoch.
@@ -399,6 +409,12 @@ class Run:
             rotate_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
             with contextlib.suppress(OSError):  # the next save looks again
                 remove_orphans(Path(args.output_dir), LAYOUT)
+
+
+def _load_whole(optimizer: Any, load: Callable[[Any], object], stored: Any) -> None:
+    """torch gives the states the dtypes of their parameters."""
+    load(stored)
+    shared.give_dtypes_back(optimizer, stored)
 
 
 def _skip_nothing(original: Any) -> Any:

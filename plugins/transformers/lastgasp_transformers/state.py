@@ -33,6 +33,18 @@ _WHICH = "train_mode"
 _KEPT = ("seconds", "step", "last", "in_epoch", "control", "callbacks", "sums")
 
 
+def inner_of(optimizer: Any) -> Any:
+    """The user's: accelerate wraps it anew in each call of train()."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def dtypes_of(model: Any) -> dict[str, torch.dtype]:
+    """Of its parameters."""
+    return {name: value.dtype for name, value in model.named_parameters()}
+
+
 class _Own(msgspec.Struct):
     """What differs between ranks, besides random state and buffers."""
 
@@ -64,9 +76,7 @@ class Training(adapter.Training):
     ) -> None:
         self._job = [place.job, fit]
         self.trainer, self._data, self._place, self._session = trainer, data, place, session
-        self._optimizer = trainer.optimizer
-        while isinstance(self._optimizer, AcceleratedOptimizer):  # it is wrapped anew in each call of train()
-            self._optimizer = self._optimizer.optimizer
+        self._optimizer = inner_of(trainer.optimizer)
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.state = shared.TorchState(trainer.model_wrapped, self._optimizer, trainer.lr_scheduler, scaler)
         self.state.require_supported(place.world_size)
@@ -214,6 +224,7 @@ class Training(adapter.Training):
             "schedulers": boundary["torch"].schedulers,
             "buckets": self._buckets.layouts,
             "flags": self.state.flags.record(boundary["torch"].flags),
+            "dtypes": dtypes_of(self.trainer.model),
             "frozen_as_set": self._frozen_as_set,
             "as_set": self.state.as_set.values,
             "not_saved": "; ".join(filter(None, (self._of_others(aux), *self._missing()))),
