@@ -64,7 +64,7 @@ def write_torch_dist(directory: Path, step: int) -> Path:
     import torch.distributed.checkpoint as dcp
 
     path = checkpoint_path(directory, step)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     dcp.save({"weight": torch.arange(5000.0) + step}, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     return path
@@ -453,6 +453,39 @@ def test_a_save_is_followed_by_manifest_and_tracker_and_leaves_no_temporary(tmp_
         "iter_0000010.manifest.json",
         NAME,
     ]
+
+
+def _gasp(directory: Path, step: int) -> Path:
+    path = write_torch(directory, step)
+    about = Provenance(format=FORMAT, step=step, kind="gasp", job="job")
+    write_manifest(path, LAYOUT, about, read_entries(path, LAYOUT))
+    track(directory, step)
+    return path
+
+
+def test_a_save_in_torch_dist_over_a_gasp_leaves_one_checkpoint_of_one_format(tmp_path: Path) -> None:
+    """At the end of a training whose last iteration had a fault. Megatron finds the gasp's file first, else."""
+    path, manifest = _gasp(tmp_path, 10), LAYOUT.manifest_path(checkpoint_path(tmp_path, 10))
+
+    def body(rank: int, gather: Gather) -> None:
+        def save_checkpoint(iteration: int, model: Any) -> None:
+            if rank == 0:
+                write_torch_dist(tmp_path, iteration)
+            gather("barrier", b"")
+
+        args = SimpleNamespace(save=str(tmp_path), ckpt_format="torch_dist")
+        Saver(args, manifests(rank, gather, RankStatus())).save(save_checkpoint, (10, None), {})
+
+    as_ranks(2, body)
+    assert not list(path.glob("mp_rank_*")) and (path / "metadata.json").exists()
+    assert verify(path, LAYOUT).ok and "mp_rank_" not in manifest.read_text() and ".distcp" in manifest.read_text()
+
+
+def test_a_job_that_is_killed_while_it_saves_over_a_gasp_resumes_from_the_gasp(tmp_path: Path) -> None:
+    path = _gasp(tmp_path, 10)
+    write_torch_dist(tmp_path, 10)
+    assert choose(tmp_path).ckpt_step == 10
+    assert [one.name for one in path.iterdir()] == ["mp_rank_00"], "the other got no manifest"
 
 
 def _saved_again(directory: Path, **given: Any) -> bool:

@@ -14,9 +14,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lastgasp.adapter.checkpoint import Candidate, Damage, Verdict, zip_problem
+from lastgasp.adapter.checkpoint import Candidate, Damage, Manifest, Verdict, zip_problem
 
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+
+_OF_TORCH_DIST = (".metadata", "common.pt", "metadata.json")
 
 
 def probe(checkpoint: Path, step: int | None, share: tuple[int, int] = (0, 1)) -> Verdict:
@@ -68,6 +70,24 @@ def _distributed(checkpoint: Path) -> Iterator[Damage]:
             yield _damage(checkpoint, path, what)
 
 
+def drop_unfinished(checkpoint: Path, manifest: Manifest) -> None:
+    """Remove what is left of a save in torch_dist into the directory of a gasp, which is good without it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    named = _folders(manifest)
+    if checkpoint.is_dir() and "metadata.json" not in named and any(map(_FOLDER.fullmatch, named)):
+        for path in checkpoint.iterdir():
+            if path.name not in named and (path.suffix == ".distcp" or path.name in _OF_TORCH_DIST):
+                path.unlink()
+
+
+def _folders(manifest: Manifest) -> set[str]:
+    """What lies in the checkpoint's directory: files and folders."""
+    return {Path(entry.path).parts[1] for entry in manifest.files if len(Path(entry.path).parts) > 1}
+
+
 def _damage(checkpoint: Path, path: Path, detail: str) -> Damage:
     name = path.relative_to(checkpoint.parent).as_posix()
     return Damage(file=name, kind="missing" if "missing" in detail else "unreadable", detail=detail)
@@ -103,7 +123,7 @@ def _sizes(candidate: Candidate) -> tuple[int, ...]:
     where it is of another format.
     """
     if candidate.manifest is not None:
-        names = {Path(entry.path).parts[1] for entry in candidate.manifest.files if len(Path(entry.path).parts) > 2}
+        names = _folders(candidate.manifest)
     else:
         names = {path.name for path in candidate.path.glob("mp_rank_*")}
     found = [match for name in names if (match := _FOLDER.fullmatch(name))]

@@ -25,7 +25,7 @@ from lastgasp.adapter.checkpoint import (
 )
 from lastgasp_megatron.exits import is_about_content
 from lastgasp_megatron.preload import MegatronPreload
-from lastgasp_megatron.probe import misfit, probe
+from lastgasp_megatron.probe import drop_unfinished, misfit, probe
 from lastgasp_megatron.tracker import (
     LAYOUT,
     NAME,
@@ -159,6 +159,13 @@ class MegatronSelector(SelectionPolicy):
             self._preload.forget()
 
     # -- the policy -------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Also what a job that was killed has left of a save over a gasp."""
+        super().tidy()
+        for one in candidates(self._own, LAYOUT):
+            if one.manifest is not None:
+                drop_unfinished(one.path, one.manifest)
 
     def asked(self) -> Path | None:
         """By --lastgasp-resume, or by --ckpt-step."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lastgasp.adapter import LastgaspError, NativeManifests, NativeSave, argument
-from lastgasp.adapter.checkpoint import Manifest, read_manifest, remove
+from lastgasp.adapter.checkpoint import FileEntry, Manifest, read_manifest, remove
 from lastgasp.adapter.files import make_directory, unique_temp
 from lastgasp_megatron.tracker import LAYOUT, NAME, Tracker, checkpoint_path, read_tracker, write_tracker
 
@@ -21,7 +22,18 @@ REMOVES = "lastgasp-removes"
 
 
 class Manifests(NativeManifests):
-    """Gives Megatron's checkpoints their manifests, and then the tracker. All ranks call `commit` together."""
+    """Gives Megatron's checkpoints their manifests, and then the tracker. All ranks call `commit` together.
+
+    Attributes:
+        format: what is saved in, Megatron's name.
+    """
+
+    format = "torch"
+
+    def share(self, save: NativeSave, files: Mapping[str, Path]) -> dict[str, Path]:
+        """Without those of a gasp that torch_dist was saved over."""
+        kept = {name: path for name, path in files.items() if not (self.format == "torch_dist" and _is_torch(name))}
+        return super().share(save, kept)
 
     def has(self, save: NativeSave, format: str = "") -> bool:
         """Whether this job has this very step on disk, whole and with its manifest. All ranks ask together.
@@ -40,6 +52,21 @@ class Manifests(NativeManifests):
         except LastgaspError as error:
             log.warning("it is not known whether %s is there: it is saved again: %s", save.path, error)
             return False
+
+    def _write(self, save: NativeSave, entries: Sequence[FileEntry]) -> None:
+        """That takes the gasp's place: Megatron finds the gasp's file first, and loads neither."""
+        folders = list(save.path.glob("mp_rank_*")) if self.format == "torch_dist" else []
+        if not folders:
+            return super()._write(save, entries)
+        temp = unique_temp(save.path)
+        make_directory(temp)
+        try:
+            for folder in folders:
+                folder.rename(temp / folder.name)
+            save.layout.manifest_path(save.path).unlink(missing_ok=True)
+            super()._write(save, entries)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
 
     def committed(self, save: NativeSave) -> None:
         """A crash before this leaves the older checkpoint as the one that Megatron resumes from."""
@@ -67,6 +94,7 @@ class Saver:
 
     def __init__(self, args: Any, manifests: Manifests) -> None:
         self._args, self._manifests = args, manifests
+        manifests.format = getattr(args, "ckpt_format", "torch")
         self._waiting: list[tuple[int, Path | None]] = []
         self._redirect: Path | None = None
 
@@ -154,6 +182,11 @@ class Saver:
         old = [step for step in _followed(self._directory, before) if step != iteration and every and step % every]
         if old:
             threading.Thread(target=_remove_iterations, args=(self._directory, old), name=REMOVES).start()
+
+
+def _is_torch(name: str) -> bool:
+    """Whether a file, by its name in manifests, is of format torch."""
+    return Path(name).parts[1].startswith("mp_rank_")
 
 
 def _under_way() -> int:
