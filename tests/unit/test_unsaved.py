@@ -208,6 +208,7 @@ class Makes(nn.Module):
         super().__init__()
         self.linear, self._which = nn.Linear(1, 1), which
         self.register_buffer("filled", None)
+        self.grows: torch.Tensor
         self.register_buffer("grows", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

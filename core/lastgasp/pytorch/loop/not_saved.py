@@ -55,6 +55,6 @@ class NotSaved:
     def notes(self) -> list[str]:
         """What a resumed run lacks. Any thread may ask."""
         uneven = UNEVEN if under_join(self._state) else ""
-        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven
-        found += ("" if self._made is None else self._made.note(),)
+        made = "" if self._made is None else self._made.note()
+        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven, made
         return [note for note in found if note]

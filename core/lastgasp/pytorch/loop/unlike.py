@@ -18,9 +18,9 @@ def model_problems(name: str, module: nn.Module, stored: Mapping[str, Any]) -> l
     lines += [f"model {name}: {key} is only in the checkpoint" for key in stored if key not in own]
     for key, value in own.items():
         other = stored.get(key)
-        if is_lazy(value) or is_lazy(other):  # gets its shape when it is loaded
-            continue
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+        if not isinstance(value, Tensor) or not isinstance(other, Tensor) or is_lazy(value) or is_lazy(other):
+            continue  # a lazy one gets its shape when it is loaded
+        if value.shape != other.shape:
             if loads_itself(module, key):
                 continue
             lines.append(f"model {name}: {key} is {list(other.shape)} in the checkpoint and {list(value.shape)} here")
@@ -72,4 +72,5 @@ class MadeBuffers:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(holder[key].shape) for name, (holder, key) in persistent_buffers(module)}
+    found = ((name, holder[key]) for name, (holder, key) in persistent_buffers(module))
+    return {name: tuple(value.shape) for name, value in found if value is not None}
