@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,10 +20,12 @@ from lastgasp.errors import ConfigError
 from lastgasp.options import Options
 from lastgasp.steps import bits
 from lastgasp.steps.settings import MarksConfig
+from lastgasp.topology import Place
 from lastgasp_megatron.args import add_options, around_parse_args, options_of
 from lastgasp_megatron.hooks import Training
 from lastgasp_megatron.lead import leads_itself, take_the_lead
 from lastgasp_megatron.ranks import untried
+from lastgasp_megatron.run import Run
 from lastgasp_megatron.settings import not_known, refuse
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +143,40 @@ def test_where_mindspeeds_adapter_leads_lastgasp_takes_no_part_and_the_job_runs(
 def test_an_external_data_loader_is_noted() -> None:
     assert "args.consumed_train_samples" in not_known(Namespace(dataloader_type="external"))
     assert not_known(Namespace(dataloader_type="cyclic")) == not_known(Namespace()) == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "goes_on", "resumed", "ends"),
+    [
+        ({"exit_interval": 6}, True, 12, True),
+        ({"exit_interval": 5}, True, 12, False),
+        ({"exit_interval": None, "phase_transition_iterations": [6, 12]}, True, 12, True),
+        ({"exit_interval": 6}, False, 12, False),  # another start: Megatron goes on, too
+        ({"exit_interval": 6}, True, 11, False),  # trained since
+    ],
+)
+def test_a_restart_behind_the_last_iteration_of_the_start_ends_as_megatron_would(
+    args: dict[str, Any], goes_on: bool, resumed: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron asks behind each iteration; this one's fault came in between."""
+    run = Run.__new__(Run)
+    run.args, run._place = Namespace(**args), Place(rank=0, world_size=1, replicas=((0,),))
+    run.state, run.selector = cast(Any, SimpleNamespace(steps=SimpleNamespace(step=12))), cast(
+        Any, SimpleNamespace(goes_on=goes_on, resumed=resumed)
+    )
+    failed: list[BaseException] = []
+    run.saver = cast(Any, SimpleNamespace())
+    run.session = cast(Any, SimpleNamespace(progress=lambda kind: None))
+    run.life = cast(Any, SimpleNamespace(failed=failed.append))
+    monkeypatch.setattr(run, "begin", lambda: None)
+    training = Training(lambda: None)
+    monkeypatch.setattr(training, "_run", run)
+    if ends:
+        with pytest.raises(SystemExit) as caught:
+            training._around_train(lambda: "trained", (), {})
+        assert caught.value.code == 0 and failed == [caught.value]
+    else:
+        assert training._around_train(lambda: "trained", (), {}) == "trained" and not failed
 
 
 def _own_loop(monkeypatch: pytest.MonkeyPatch, notes: list[str], ends: list[bool]) -> Training:

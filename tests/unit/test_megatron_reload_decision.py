@@ -104,6 +104,7 @@ class Chosen:
     resumed: int
     finetune: bool = False
     left_out: tuple[str, ...] = ()
+    goes_on: bool = False
     tracker: Tracker = field(default_factory=lambda: Tracker("missing"))
 
 
@@ -120,7 +121,8 @@ def choose(directory: Path, attempt: int = 0, job: str = "job", since_ns: int = 
         selector = MegatronSelector(args, options_of(args), place(rank, attempt, job, since_ns), gather)
         selector.steer()
         left_out = tuple(name for name in OF_THE_START if getattr(args, name, None) not in (None, False))
-        said = Chosen(args.load, args.ckpt_step, selector.resumed, getattr(args, "finetune", False), left_out)
+        finetune = bool(getattr(args, "finetune", False))
+        said = Chosen(args.load, args.ckpt_step, selector.resumed, finetune, left_out, selector.goes_on)
         selector.load(lambda: None)
         selector.done()
         assert args.ckpt_step == given.get("ckpt_step")
@@ -381,7 +383,8 @@ def test_a_restart_that_begins_where_the_job_began_leaves_out_the_same(tmp_path:
 def test_what_a_job_of_the_same_name_has_saved_before_this_start_is_loaded_as_the_user_says(tmp_path: Path) -> None:
     stored(tmp_path)
     again = choose(tmp_path, attempt=1, since_ns=time.time_ns() + 10**9, no_load_optim=True)
-    assert (again.ckpt_step, again.left_out) == (20, ("no_load_optim",))
+    assert (again.ckpt_step, again.left_out, again.goes_on) == (20, ("no_load_optim",), False)
+    assert choose(tmp_path, attempt=1).goes_on and not choose(tmp_path).goes_on
 
 
 def test_a_start_that_leaves_out_the_optimizer_of_its_own_training_says_so(

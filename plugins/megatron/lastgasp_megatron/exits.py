@@ -58,3 +58,10 @@ def around_load(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             f"Megatron could not load the checkpoint and wanted to exit with code 0: {why}. Look at "
             "`lastgasp verify DIR`, and give --ckpt-step or --lastgasp-resume to load one that you trust."
         ) from stop
+
+
+def ends_at(args: Any, step: int) -> str:
+    """The option by which Megatron's loop ends behind that iteration; empty where it goes on."""
+    if (every := getattr(args, "exit_interval", None)) and step % int(every) == 0:
+        return "--exit-interval"
+    return "--phase-transition-iterations" if step in (getattr(args, "phase_transition_iterations", None) or ()) else ""

@@ -128,6 +128,7 @@ class Training:
             return call(*args, **kwargs)
         run.begin()
         try:
+            run.end_if_over()
             result = call(*args, **kwargs)
         except BaseException as error:
             self._failed(error)

@@ -58,6 +58,7 @@ class MegatronSelector(SelectionPolicy):
 
     Attributes:
         resumed: the iteration that was chosen; 0 where none was.
+        goes_on: this job has saved it itself, since its launcher began.
     """
 
     missing_manifest = "--lastgasp-require-manifest"
@@ -81,7 +82,7 @@ class MegatronSelector(SelectionPolicy):
         self._put_off: dict[str, Any] = {}
         self._set: dict[str, Any] = {}
         self._tracker: tuple[Path, str] | None = None
-        self.resumed = 0
+        self.resumed, self.goes_on = 0, False
 
     @property
     def present(self) -> frozenset[str]:
@@ -241,15 +242,16 @@ class MegatronSelector(SelectionPolicy):
         self._put_off = {}
         of = candidate.manifest
         own = of is not None and of.job == self.place.job and of.creator.time_ns >= self.place.since_ns
+        self.goes_on = self.place.restarted and own
         given = {name: off for name, off in _OF_THE_START.items() if getattr(self._args, name, None) not in (None, off)}
-        if self.place.restarted and own and getattr(self._args, "no_save_rng", False):
+        if self.goes_on and getattr(self._args, "no_save_rng", False):
             given.pop("no_load_rng", None)
             self._put_off["no_load_rng"] = bool(getattr(self._args, "no_load_rng", False))
             self._args.no_load_rng = True  # Megatron would exit over what is not there
             if self.place.rank == 0:
                 self.note(f"--no-save-rng: random numbers behind iteration {candidate.step} are not those of a job "
                           "without the fault")  # fmt: skip
-        if self.place.restarted and own:
+        if self.goes_on:
             self._put_off |= {name: getattr(self._args, name) for name in given}
             vars(self._args).update(given)
             if self.place.rank == 0 and given:

@@ -16,7 +16,7 @@ from lastgasp.adapter.torch import EnteredFromFiles, Files, connect, from_rank_0
 from lastgasp_megatron.again import not_again, recovery_for
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
-from lastgasp_megatron.exits import verdict_of
+from lastgasp_megatron.exits import ends_at, verdict_of
 from lastgasp_megatron.keeping import needs_arenas
 from lastgasp_megatron.left import save_left
 from lastgasp_megatron.marks import MegatronMarks
@@ -141,6 +141,19 @@ class Run:
         self.life.begin(step, durable, users_handler=users_handler(self.args))
         self.saver.training = True
         self.saver.loaded = checkpoint_path(Path(self.args.load).absolute(), step) if durable else None
+
+    def end_if_over(self) -> None:
+        """A fault came behind the last iteration of this start, where Megatron's loop asks only once whether to end.
+
+        Raises:
+            SystemExit: with code 0, as Megatron's.
+        """
+        step = self.state.steps.step
+        option = ends_at(self.args, step) if self.selector.goes_on and step == self.selector.resumed else ""
+        if option:
+            if self._place.rank == 0:
+                log.info("iteration %d was the last one of this start (%s): it is saved, the job ends", step, option)
+            raise SystemExit(0)
 
     def park_if_held(self) -> None:
         """Wait while a recovery is in progress: nothing may write where the gasp is about to be published.
