@@ -16,9 +16,6 @@ from typing import Any
 
 import wrapt
 
-from lastgasp.config import env_flag
-from lastgasp.errors import ConfigError
-
 log = logging.getLogger("lastgasp.launch")
 
 _API = "torch.distributed.launcher.api"
@@ -38,9 +35,14 @@ def factory() -> Any:
 
 
 def _disabled() -> bool:
+    if not os.environ.get("LASTGASP_DISABLE"):
+        return False  # this is torch's own import, of any job: nothing more is loaded for it
+    from lastgasp.config import env_flag
+    from lastgasp.errors import ConfigError
+
     try:
         return env_flag("LASTGASP_DISABLE")
-    except ConfigError as error:  # this is torch's own import, of any job
+    except ConfigError as error:
         log.warning("torchrun is left as it is: %s", error)
         return True
 
