@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,9 +19,10 @@ from lastgasp.adapter.arenas import Wanted  # noqa: E402
 from lastgasp.config import GaspConfig  # noqa: E402
 from lastgasp.errors import NotSaveable  # noqa: E402
 from lastgasp.topology import Place  # noqa: E402
+from lastgasp_megatron.compose import Composer as RealComposer  # noqa: E402
 from lastgasp_megatron.devices import Device  # noqa: E402
 from lastgasp_megatron.source import MegatronSource  # noqa: E402
-from lastgasp_megatron.steps import Boundary  # noqa: E402
+from lastgasp_megatron.steps import Boundary, Built  # noqa: E402
 from lastgasp_megatron.topology import Shard  # noqa: E402
 from support.megatron.images import image, payload  # noqa: E402
 from support.megatron.slices import KIND, optimizers  # noqa: E402
@@ -178,3 +181,24 @@ def test_a_payload_that_cannot_be_made_costs_the_arena_alone(rank: SimpleNamespa
     source.unsound = "swapped out"
     with pytest.raises(ValueError, match="swapped out"):
         source.payload(boundary)
+
+
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+def test_how_modelopt_has_changed_the_model_is_saved_or_nothing_is(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it a quantized model would come back as an ordinary one."""
+    changes = dict[str, Any]()
+    module = SimpleNamespace(has_nvidia_modelopt=True, unwrap_model=lambda model: model)
+    module.save_modelopt_state = lambda model, state: state.update(changes)
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", cast(Any, module))
+    built = Built(SimpleNamespace(ckpt_format=format), [], SimpleNamespace(is_stub_optimizer=True), None)
+    boundary = Boundary(step=5, consumed=0, skipped=0, scheduler=None, scalers=(), adam=())
+    compose = partial(RealComposer(built, cast(Any, None)).compose, boundary, {})
+    assert "modelopt_state" not in compose()
+    changes["modelopt_state"] = "quantized"
+    if format == "torch":
+        assert compose()["modelopt_state"] == "quantized"
+    else:
+        with pytest.raises(NotSaveable, match=r"--ckpt-format torch$"):
+            compose()

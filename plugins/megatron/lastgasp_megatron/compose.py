@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class Composer:
 
         Args:
             boundary: the step; weights: by the id of a parameter.
+
+        Raises:
+            NotSaveable: a model changed by ModelOpt, in a job that saves in torch_dist.
         """
         state: dict[str, Any] = {"args": self._arguments(boundary), "checkpoint_version": 3.0}
         state["iteration"] = boundary.step
@@ -48,7 +52,19 @@ class Composer:
         if boundary.scheduler is not None:
             state["opt_param_scheduler"] = boundary.scheduler
         state["num_floating_point_operations_so_far"] = self._operations(boundary.step)
+        self._add_modelopt_state(state)
         return state
+
+    def _add_modelopt_state(self, state: dict[str, Any]) -> None:
+        """How ModelOpt has changed the model (quantized, pruned), which a restart has to do again before it loads."""
+        megatron = sys.modules.get("megatron.training.checkpointing")
+        if not getattr(megatron, "has_nvidia_modelopt", False):
+            return
+        known, functions = set(state), vars(megatron)
+        functions["save_modelopt_state"](functions["unwrap_model"](self._model), state)
+        if set(state) - known and getattr(self._args, "ckpt_format", "torch") == "torch_dist":
+            raise NotSaveable("ModelOpt has changed this model, and with --ckpt-format torch_dist Megatron does not "
+                              "look for that in what survivors can save: give --ckpt-format torch")  # fmt: skip
 
     def _arguments(self, boundary: Boundary) -> Any:
         args = copy.copy(self._args)
