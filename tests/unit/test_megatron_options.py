@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -23,10 +24,11 @@ from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place
 from lastgasp_megatron.args import add_options, around_parse_args, options_of
 from lastgasp_megatron.hooks import Training
+from lastgasp_megatron.installation import Installation
 from lastgasp_megatron.lead import leads_itself, take_the_lead
 from lastgasp_megatron.ranks import untried
 from lastgasp_megatron.run import Run
-from lastgasp_megatron.settings import not_known, refuse
+from lastgasp_megatron.settings import not_known, refuse, users_handler
 
 ROOT = Path(__file__).parents[2]
 README, PAGE = ROOT / "plugins/megatron/README.md", ROOT / "docs/megatron.md"
@@ -138,6 +140,33 @@ def test_where_mindspeeds_adapter_leads_lastgasp_takes_no_part_and_the_job_runs(
     training = Training(lambda: None)
     assert training._around_setup(lambda *given: given, (1, 2), {}) == (1, 2)
     assert training._run is None and "MindSpeed-LLM's own adapter of MindIO leads" in caplog.text
+
+
+def test_the_users_handler_of_sigterm_stays_where_megatron_handles_another_signal() -> None:
+    def handler(*_: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        assert users_handler(Namespace(exit_signal_handler=True)) is None
+        assert users_handler(Namespace(exit_signal_handler=True, exit_signal=signal.SIGTERM)) is None
+        assert users_handler(Namespace(exit_signal_handler=True, exit_signal=signal.SIGUSR1)) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_who_trains_with_megatron_core_alone_is_told_that_nothing_is_saved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for name in ("megatron.training.training", "megatron.core.parallel_state"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    installation = Installation(lambda _: [])
+    monkeypatch.setattr(installation, "_active", True)
+    assert installation._trigger(lambda: "other users of torch.distributed", (), {}) and not caplog.text
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", cast(Any, SimpleNamespace()))
+    for _ in range(2):
+        installation._trigger(lambda: None, (), {})
+    assert caplog.text.count("nothing is saved") == 1
 
 
 def test_an_external_data_loader_is_noted() -> None:

@@ -27,7 +27,11 @@ from lastgasp_megatron.lead import take_the_lead
 
 log = logging.getLogger("lastgasp")
 
-_TRAINING = "megatron.training.training"
+_TRAINING, _CORE = "megatron.training.training", "megatron.core.parallel_state"
+_CORE_ALONE = (
+    "process groups are made with megatron.core and without megatron.training: lastgasp protects what trains by the "
+    "latter. After a fault of a loop of its own, of Megatron-Bridge or of NeMo nothing is saved (docs/megatron.md)"
+)
 HOMES = (
     "megatron.training.training",
     "megatron.training.checkpointing",
@@ -112,6 +116,7 @@ class Installation:
             ]
         )
         self._late: Hooks | None = None
+        self._told = False
         self._after_apply: Undo = _nothing
         self._active = False
         self.outermost: Around = _call
@@ -167,7 +172,12 @@ class Installation:
 
     def _place_late(self) -> None:
         """Only where Megatron's training is what runs: other users of torch.distributed are left alone."""
-        if not self._active or _TRAINING not in sys.modules:
+        if not self._active:
+            return
+        if _TRAINING not in sys.modules:
+            if _CORE in sys.modules and os.environ.get("RANK", "0") == "0" and not self._told:
+                self._told = True
+                log.warning("%s", _CORE_ALONE)
             return
         if self._late is None:
             self._late = hooks_of(self._make_late(self))

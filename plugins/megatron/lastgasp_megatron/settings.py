@@ -61,7 +61,8 @@ _ONE = {
 def users_handler(args: Any) -> Callable[..., Any] | None:
     """The user's SIGTERM handler; not that of --exit-signal-handler, which waits for all ranks in a collective."""
     found = signal.getsignal(signal.SIGTERM)
-    if getattr(args, "exit_signal_handler", False):
+    own = getattr(args, "exit_signal", signal.SIGTERM) == signal.SIGTERM
+    if own and getattr(args, "exit_signal_handler", False):
         log.warning("--exit-signal-handler is not needed: lastgasp answers SIGTERM, also when a rank is dead")
         return None
     return found if callable(found) else None
