@@ -404,6 +404,11 @@ class Sampled(Small):
         x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
         return DataLoader(TensorDataset(x, draws[self.how]()), 4, shuffle=True)
 
+    def configure_optimizers(self) -> Any:
+        """As most schedules are set up; Lightning makes the loaders for it, and makes them again for the epoch."""
+        assert self.trainer.estimated_stepping_batches == 18
+        return super().configure_optimizers()
+
 
 def trained_on_samples(folder: Path, how: str, *strikes: int) -> dict[str, Tensor]:
     job = Job(folder, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1})

@@ -35,7 +35,7 @@ class DataPosition:
 
     Attributes:
         elastic: what is to be done for an `ElasticLoader`, if there is one.
-        anew: the loaders of the epoch that is continued, which are made in each epoch, are of other data now.
+        anew: the loaders of the epoch that is continued are of other data now.
     """
 
     def __init__(self, trainer: Any, devices: Any = (), fit: ThisFit | None = None) -> None:
@@ -46,6 +46,7 @@ class DataPosition:
         self._made, self.anew = b"", False
         self._undo: list[Undo] = []
         self._pending: tuple[EpochRecord, int, int] | None = None
+        self._kept = self._pending  # the loaders may be made, and iterated, more than once before the boundary
         self.record = self._epoch.record
 
     # -- life cycle ---------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class DataPosition:
         Raises:
             CheckpointError: the record cannot be read.
         """
-        self._pending = decoded(data), epoch, consumed
+        self._pending = self._kept = decoded(data), epoch, consumed
 
     def _wrap_load(self, original: Callable[[], None]) -> Callable[[], None]:
         def load() -> None:
@@ -87,6 +88,7 @@ class DataPosition:
 
     def _wrap_making(self, original: Callable[[], Any]) -> Callable[[], Any]:
         def dataloader() -> Any:
+            self._pending = self._pending or self._kept
             # where it is called in each epoch it may draw the epoch's data: in a resume the same ones once more
             if self._trainer.reload_dataloaders_every_n_epochs:
                 made = self._pending[0].made if self._pending is not None else b""
@@ -179,6 +181,7 @@ class DataPosition:
 
     def settle(self) -> None:
         """Call when the resumed run is at its boundary: samplers that drew nothing yet drop their part."""
+        self._kept = None
         self._epoch.settle()
 
 

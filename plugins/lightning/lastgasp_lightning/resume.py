@@ -44,7 +44,8 @@ _TRAINS_ON = ("an earlier job has ended with step %d because trainer.should_stop
               "trains on from there. If training was to end there, do not start it again")  # fmt: skip
 _DRAWN = ("the data may not be those that were due: training_step draws its batches itself, and had drawn {} in {} "
           "calls of the epoch; a resume goes on as if it had drawn one in each")  # fmt: skip
-_ANEW = ("the data may not be those that were due: train_dataloader is called in each epoch "
+_ANEW = "the data may not be those that were due: the training data are others than those of the checkpoint"
+_MADE = ("the data may not be those that were due: train_dataloader is called in each epoch "
          "(reload_dataloaders_every_n_epochs), and has returned others than before")  # fmt: skip
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -188,7 +189,7 @@ class Resume:
             self._note(workers if reason == WORKERS else f"the data may not be those that were due: {reason}")
         ended = record["loops"]["epoch_loop.batch_progress"]["is_last_batch"]
         if self._state.position.anew and not ended:
-            self._note(_ANEW)
+            self._note(_MADE if trainer.reload_dataloaders_every_n_epochs else _ANEW)
         if record.get("drawn") not in (None, record["batch"]) and not ended:
             self._note(_DRAWN.format(record["drawn"], record["batch"]))
         if isinstance(ddp := trainer.strategy.model, DistributedDataParallel) and self._state.per_rank_buffers:
