@@ -163,11 +163,24 @@ def branching(s: Session, p: Parts) -> None:
     for _ in s.epochs(3):
         for number, batch in s.enumerate(p.data):
             p.tick()
-            p.model.some = number % 3 == 0  # type: ignore[assignment]
+            p.model.some = number % 3 == 1  # type: ignore[assignment]
             p.optimizers[0].zero_grad(set_to_none=False)
             backward(p.loss(batch))
             p.optimizers[0].step()
             p.tick()
+
+
+def emptying_behind(s: Session, p: Parts) -> None:
+    """None again, but behind what the session takes for the step's end."""
+    while s.step < 12:
+        p.tick()
+        p.model.some = s.step % 3 == 0  # type: ignore[assignment]
+        backward(p.loss(random_batch()))
+        p.optimizers[0].step()
+        s.updated()
+        p.tick()
+        p.optimizers[0].zero_grad()
+        p.tick()
 
 
 def returning(s: Session, p: Parts) -> None:
@@ -603,6 +616,7 @@ SHAPES = {
     "accelerated": Shape(accelerated, prepared),
     "accumulating": Shape(accumulating, adam),
     "branching": Shape(branching, with_branches),
+    "emptying-behind": Shape(emptying_behind, with_branches),
     "breaking": Shape(breaking, adam),
     "breaking-a-wrapper": Shape(breaking_a_wrapper, adam),
     "returning": Shape(returning, adam),

@@ -25,20 +25,33 @@ class Flags:
 
     Args:
         module: whose parameters and modules count; what is added to it later does not.
-        gradients: have gradients counted.
+        gradients: have gradients counted, by what steps find before they begin (`look`): what a step leaves may be
+            set to None behind its end.
     """
 
     def __init__(self, module: nn.Module, gradients: bool = False) -> None:
         parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
         self._parameters, self._modules = list(parameters.values()), list(modules.values())
-        self._names, self._gradients = (list(parameters), list(modules)), gradients
+        self._names, self._gradients, self._found = (list(parameters), list(modules)), gradients, False
 
     def take(self) -> tuple[bytes, bytes, bytes]:
-        """As they stand: one byte each. Some 30 ns for each of them, and 80 ns for each gradient."""
+        """As they stand: one byte each. Some 30 ns for each of them, and 80 ns for each gradient.
+
+        No gradients where the last step has found none, since then the next one will not either.
+        """
+        graded = self._graded() if self._found else bytes(len(self._parameters))
+        return bytes(map(_TRAINED, self._parameters)), bytes(map(_MODE, self._modules)), graded
+
+    def look(self) -> bytes:
+        """A step begins: which parameters have a gradient now."""
+        graded = self._graded()
+        self._found = any(graded)
+        return graded
+
+    def _graded(self) -> bytes:
         strided = torch.strided  # zeros in the place of a sparse one would be dense
         asked = self._parameters if self._gradients else ()
-        graded = [(g := p.grad) is not None and g.layout is strided for p in asked]
-        return bytes(map(_TRAINED, self._parameters)), bytes(map(_MODE, self._modules)), bytes(graded)
+        return bytes((g := p.grad) is not None and g.layout is strided for p in asked)
 
     def record(self, taken: tuple[bytes, bytes, bytes]) -> dict[str, list[str]]:
         """What goes into a checkpoint: names of parameters that are frozen, of those with gradients, and of modules."""

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _States = Mapping[str, Any]
+_HOOKS = tuple(f"_optimizer_{when}" for when in (
+    "state_dict_pre_hooks", "state_dict_post_hooks", "load_state_dict_pre_hooks", "load_state_dict_post_hooks",
+))  # fmt: skip
 
 
 def load_parts(
@@ -36,7 +39,7 @@ def give_dtypes_back(optimizer: Any, stored: Mapping[str, Any]) -> None:
     own = type(optimizer)
     if not isinstance(optimizer, Optimizer) or own.state_dict is not Optimizer.state_dict:
         return
-    if own.load_state_dict is not Optimizer.load_state_dict or optimizer._optimizer_load_state_dict_post_hooks:
+    if own.load_state_dict is not Optimizer.load_state_dict or any(getattr(optimizer, name) for name in _HOOKS):
         return
     numbers = (number for group in stored["param_groups"] for number in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

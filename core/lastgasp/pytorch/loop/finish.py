@@ -33,8 +33,6 @@ def finish_step(run: Any, cause: str) -> bool:
     snapshot = run.state.snapshot(step, run.book.epoch)
     snapshot.notes.append(f"the loop's body of step {step} was cut short after its update by {cause}; "
                           "what follows the update there was not repeated")  # fmt: skip
-    if run._snapshot is not None:  # what follows the update may be what sets gradients to None
-        snapshot.flags = *snapshot.flags[:2], run._snapshot.flags[2]
     run.finished(snapshot)
     update.close(NOTHING)
     run.engine.step_completed(step)

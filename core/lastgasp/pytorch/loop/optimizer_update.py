@@ -45,6 +45,7 @@ class OptimizerUpdate:
         in_progress: an update of this step has begun.
         updates: how many of this step are done.
         copying: whether copies are taken.
+        begins: called before the first forward pass of each step.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class OptimizerUpdate:
         self.copying = copies is not None and len(optimizers) > 1  # more than one update per step is likely
         self.updates, self.usual = 0, len(optimizers)
         self._waited, self._since, self._idle = False, NOTHING, 0
+        self.begins: _Event = _nothing_begins
+        self._fresh = True
         self._calls = _sequence_number()
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -139,7 +142,7 @@ class OptimizerUpdate:
             self.copies.valid = False
         self.usual = self.updates
         self.in_progress = self._waited = False
-        self._depth = 0
+        self._depth, self._fresh = 0, True
 
     def _called(self) -> bool:
         """Whether a collective began since the last update."""
@@ -176,6 +179,9 @@ class OptimizerUpdate:
         self._calls = _sequence_number()
 
     def _before_forward(self, module: Any) -> None:
+        if self._fresh and not self.in_progress:
+            self._fresh = False
+            self.begins()
         if self.in_progress and not self.inside:
             self._waited = True
 
@@ -184,6 +190,10 @@ class OptimizerUpdate:
 def _untraced(hook: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """In a step that torch compiles: traced, what the hooks do could come behind the update."""
     hook(args, kwargs)
+
+
+def _nothing_begins() -> None:
+    """Until a run has set what is to be called."""
 
 
 def _nothing(module: Any) -> None:

@@ -153,6 +153,7 @@ class Run:
         copies = Copies(state.modules.values(), list(state.optimizers.values())) if useful else None
         models, events = list(state.models.values()), (self._opens, self._safe, self._capture_unsettled)
         self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
+        self.update.begins = lambda: state.begins(self._snapshot)
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unseen = UnseenUpdates(state, self.engine.note)

@@ -302,6 +302,12 @@ class TorchState:
                 found[address(live)] = tensors[name]
         return found
 
+    def begins(self, before: Snapshot | None) -> None:
+        """A step's first forward pass: what gradients it finds belong to the state at the end of the step `before`."""
+        graded = self.flags.look()
+        if before is not None:
+            before.flags = *before.flags[:2], graded
+
     # -- load ---------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Mapping[str, Any], path: str, shards: Callable[[], None] | None = None) -> None:
