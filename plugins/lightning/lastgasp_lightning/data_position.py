@@ -46,7 +46,8 @@ class DataPosition:
         self._made, self.anew = b"", False
         self._undo: list[Undo] = []
         self._pending: tuple[EpochRecord, int, int] | None = None
-        self._kept: tuple[EpochRecord, int, int] | None = None  # the loaders may be made, and iterated, more than once before the boundary
+        # The loaders may be made, and iterated, more than once before the boundary.
+        self._kept: tuple[EpochRecord, int, int] | None = None
         self.record = self._epoch.record
 
     # -- life cycle ---------------------------------------------------------------------------------------
