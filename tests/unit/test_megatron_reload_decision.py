@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from lastgasp import sharing
-from lastgasp.adapter import ManifestWriter, NativeSave
+from lastgasp.adapter import ManifestWriter, NativeManifests, NativeSave
 from lastgasp.checkpoint import candidates, verify
 from lastgasp.checkpoint.adopt import read_entries, write_manifest
 from lastgasp.checkpoint.manifest import Provenance
@@ -489,6 +490,38 @@ def test_a_job_that_is_killed_while_it_saves_over_a_gasp_resumes_from_the_gasp(t
     write_torch_dist(tmp_path, 10)
     assert choose(tmp_path).ckpt_step == 10
     assert [one.name for one in path.iterdir()] == ["mp_rank_00"], "the other got no manifest"
+
+
+def test_where_the_gasp_is_gone_already_what_was_saved_over_it_stays(tmp_path: Path) -> None:
+    path = _gasp(tmp_path, 10)
+    write_torch_dist(tmp_path, 10)
+    (path / "mp_rank_00").rename(tmp_path / "away")
+    with contextlib.suppress(NoGoodCheckpoint):
+        choose(tmp_path)
+    assert [*tmp_path.rglob("*.distcp")]
+
+
+def test_where_the_manifest_of_what_was_saved_over_a_gasp_cannot_be_written_the_gasp_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _gasp(tmp_path, 10)
+    write_torch_dist(tmp_path, 10)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(NativeManifests, "_write", full)
+
+    def body(rank: int, gather: Gather) -> None:
+        made = manifests(rank, gather, RankStatus())
+        made.format = "torch_dist"
+        with pytest.raises(OSError, match="No space"):
+            made._write(saved(tmp_path, 10), [])
+
+    as_ranks(1, body)
+    monkeypatch.undo()
+    assert choose(tmp_path).ckpt_step == 10
+    assert [one.name for one in path.iterdir()] == ["mp_rank_00"] and verify(path, LAYOUT).ok
 
 
 def _saved_again(directory: Path, **given: Any) -> bool:

@@ -256,7 +256,7 @@ def accumulators_of(aux: bytes) -> bytes:
 
 def _load_optimizers(trainer: Any, load: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
     load(checkpoint)
-    if have_dtypes_of(trainer.lightning_module.state_dict(), checkpoint["state_dict"]):
+    if have_dtypes_of(trainer.lightning_module.state_dict(), checkpoint.get("state_dict", {})):
         for optimizer, stored in zip(trainer.strategy.optimizers, checkpoint["optimizer_states"], strict=False):
             give_dtypes_back(optimizer, stored)
 

@@ -71,13 +71,13 @@ def _distributed(checkpoint: Path) -> Iterator[Damage]:
 
 
 def drop_unfinished(checkpoint: Path, manifest: Manifest) -> None:
-    """Remove what is left of a save in torch_dist into the directory of a gasp, which is good without it.
+    """Remove what is left of a save in torch_dist into the directory of a gasp, which is whole without it.
 
     Raises:
         OSError: the disk refused.
     """
     named = _folders(manifest)
-    if checkpoint.is_dir() and "metadata.json" not in named and any(map(_FOLDER.fullmatch, named)):
+    if all((checkpoint.parent / entry.path).is_file() for entry in manifest.files) and "metadata.json" not in named and any(map(_FOLDER.fullmatch, named)):
         for path in checkpoint.iterdir():
             if path.name not in named and (path.suffix == ".distcp" or path.name in _OF_TORCH_DIST):
                 path.unlink()

@@ -166,7 +166,10 @@ class MegatronSelector(SelectionPolicy):
         super().tidy()
         for one in candidates(self._own, LAYOUT):
             if one.manifest is not None:
-                drop_unfinished(one.path, one.manifest)
+                try:
+                    drop_unfinished(one.path, one.manifest)
+                except OSError as error:
+                    log.warning("what an unfinished save has left in %s cannot be removed: %s", one.path, error)
 
     def asked(self) -> Path | None:
         """By --lastgasp-resume, or by --ckpt-step."""

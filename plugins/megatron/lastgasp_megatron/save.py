@@ -58,13 +58,19 @@ class Manifests(NativeManifests):
         folders = list(save.path.glob("mp_rank_*")) if self.format == "torch_dist" else []
         if not folders:
             return super()._write(save, entries)
-        temp = unique_temp(save.path)
+        temp, manifest = unique_temp(save.path), save.layout.manifest_path(save.path)
         make_directory(temp)
+        # The manifest first: without it nobody takes what is left of a gasp for a whole one.
+        away = [(path, temp / path.name) for path in (manifest, *folders) if path.exists()]
         try:
-            for folder in folders:
-                folder.rename(temp / folder.name)
-            save.layout.manifest_path(save.path).unlink(missing_ok=True)
+            for here, there in away:
+                here.rename(there)
             super()._write(save, entries)
+        except BaseException:
+            for here, there in reversed(away):
+                if there.exists():
+                    there.rename(here)
+            raise
         finally:
             shutil.rmtree(temp, ignore_errors=True)
 
