@@ -77,7 +77,8 @@ def drop_unfinished(checkpoint: Path, manifest: Manifest) -> None:
         OSError: the disk refused.
     """
     named = _folders(manifest)
-    if all((checkpoint.parent / entry.path).is_file() for entry in manifest.files) and "metadata.json" not in named and any(map(_FOLDER.fullmatch, named)):
+    whole = all((checkpoint.parent / entry.path).is_file() for entry in manifest.files)
+    if whole and "metadata.json" not in named and any(map(_FOLDER.fullmatch, named)):
         for path in checkpoint.iterdir():
             if path.name not in named and (path.suffix == ".distcp" or path.name in _OF_TORCH_DIST):
                 path.unlink()
