@@ -162,8 +162,8 @@ def test_shapes_and_moments(
 
 MOMENTS = ("data", "forward", "backward", "update", "after_update", "validation")
 AFTER = {"update": (8, 9), "after_update": (9,)}
-"""Steps that may be gone on with, where it is not the one before the fault. A rank that has not begun its update when the
-other one fails in its own is held before it."""
+"""Steps that may be gone on with, where it is not the one before the fault: a rank that has not begun its update when
+the other one fails in its own is held before it."""
 
 
 @pytest.mark.product
