@@ -18,7 +18,7 @@ rank there, the state is the user's own business, and rank 0 must not die.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import sys
@@ -42,7 +42,8 @@ LAUNCHERS = {
     "lastgasp": ["-m", "lastgasp", "run"],
     "nvrx": ["-m", "benchmarks.nvrx_job"],
 }
-NVRX = importlib.util.find_spec("nvidia_resiliency_ext") is not None
+NVRX = "nvidia-resiliency-ext"
+"""Whose row is there where it is installed."""
 BARE = {"LASTGASP_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FIRST, OTHER, RAISES = ("kill", 0), ("kill", LAST), ("exception", 1)
 Fault = tuple[str, int]
@@ -96,7 +97,7 @@ class _Jobs:
             self.differ.append(float(len(differences(calm / "final.pt", place / "final.pt"))))
             self.note(way, place, faults)
         self.note("bare", self.job(f"bare-{number}", "bare", some, some), some)
-        for again in range(self.scale.faults if NVRX else 0):
+        for again in range(self.scale.faults if _version() else 0):
             ends = [OTHER, RAISES]  # one rank can be killed in a job
             self.note("nvrx", self.job(f"nvrx-{number}-{again}", "nvrx", ends, ends), ends)
 
@@ -143,7 +144,7 @@ class _Jobs:
         """What was found."""
         names = {FIRST: "SIGKILL of rank 0", OTHER: "SIGKILL of the last rank", RAISES: "exception of one rank"}
         ways = {"auto": "in place", "restart": "recovery=restart, warm", "bare": "bare torchrun",
-                "nvrx": "nvidia-resiliency-ext, in process, without the dead rank"}  # fmt: skip
+                "nvrx": f"{NVRX} {_version()}, in process, without the dead rank"}  # fmt: skip
         targets = {FIRST: 0.5, OTHER: 0.5, RAISES: 0.15}
         found = []
         for (way, part, fault), samples in self.times.items():
@@ -169,6 +170,13 @@ def _require(way: str, faults: Sequence[Fault], found: Sequence[Incident], place
     if [incident.rung for incident in found] != wanted or (way == "restart" and restarts != {"warm"}):
         what = [(incident.rung, incident.restart, incident.not_in_place) for incident in found]
         raise RuntimeError(f"{place.name}: {what}\n{(place / 'log').read_text()[-4000:]}")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(NVRX)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _first(place: Path, ranks: int, what: str, after: int) -> int:
