@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -22,6 +25,44 @@ class Group:
     def __del__(self) -> None:
         self._ends.wait(60)
         self._gone.set()
+
+
+LAST_COLLECTIVE = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+from lastgasp.gasp import signin
+
+store, groups = dist.HashStore(), {}
+def join(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2)
+both = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+for one in both:
+    one.start()
+for one in both:
+    one.join()
+if sys.argv[1] == "trained":
+    signin.sign(signin.Entry(rank=0, pid=os.getpid(), hold=1.0, directory="", left=True))
+options = dist.BroadcastOptions()
+options.rootRank = 1
+sys.setswitchinterval(10)  # a script that ends within its interval
+groups[0].broadcast([torch.zeros(4)], options)  # who drops this tensor is the group's thread
+groups[1].broadcast([torch.zeros(4)], options).wait()
+until = time.perf_counter() + 1.0
+while time.perf_counter() < until:
+    pass
+"""
+
+
+@pytest.mark.parametrize(("script", "code"), [("alone", -6), ("trained", 0)])
+def test_a_thread_of_gloos_that_waits_for_the_gil_does_not_abort_a_training_that_has_ended(
+    script: str, code: int
+) -> None:
+    """Once torch does not abort by itself (`alone`), what is done about it can go."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LASTGASP_")}
+    command = [sys.executable, "-c", LAST_COLLECTIVE, script]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=120, text=True)
+    assert ended.returncode == code, ended.stderr
 
 
 @pytest.mark.parametrize("stuck", [False, True])

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import os
+import time
 
 import msgspec
 
@@ -41,6 +42,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = False
 
 
+_YIELD = 0.02
+"""Seconds, at the script's end, in which threads that wait for the GIL get it; they need microseconds."""
+
 _last: list[Entry] = []
 
 
@@ -66,9 +70,15 @@ def sign(entry: Entry) -> None:
 
 
 def _script_ended() -> None:
-    """What fails from now on is none of the script's: libraries that abort while they are torn down."""
+    """What fails from now on is none of the script's: libraries that abort while they are torn down.
+
+    One of them need not: a thread of gloo's that has just finished the script's last collective waits for the GIL to
+    drop its tensors. If the interpreter is finalized first, the process aborts (torch 2.13: "terminate called without
+    an active exception"), in jobs without lastgasp, too.
+    """
     if (entry := last_here()) is not None and entry.left:
         sign(msgspec.structs.replace(entry, ended=True))
+    time.sleep(_YIELD)  # without the GIL
 
 
 class Desk:
