@@ -45,6 +45,18 @@ class Training:
         self.work.mark()
         self.status.step_completed(self.status.step + 1)
 
+    def in_a_thread(self) -> tuple[threading.Thread, list[BaseException]]:
+        """A thread, not started, for one step; and how it was told to stop, once it was."""
+        raised = list[BaseException]()
+
+        def train() -> None:
+            try:
+                self.step()
+            except Released as error:
+                raised.append(error)
+
+        return threading.Thread(target=train, daemon=True), raised
+
     def read(self) -> int:
         """What a gasp reads, by a copy on the current stream of its thread."""
         found = list[int]()
@@ -60,15 +72,7 @@ def test_a_step_is_not_complete_before_its_gradients_are_there() -> None:
     training = Training()
     training.step()
     training.peer.clear()
-    raised = list[BaseException]()
-
-    def train() -> None:
-        try:
-            training.step()
-        except Released as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=train, daemon=True)
+    thread, raised = training.in_a_thread()
     thread.start()
     training.status.hold(60.0, target=1)
     assert (training.status.step, training.status.consistent) == (1, True)
@@ -97,15 +101,7 @@ def test_the_gate_that_has_opened_again_still_waits_for_the_gradients() -> None:
 def test_a_gate_that_closes_once_more_stops_a_thread_that_still_waits_for_its_gradients() -> None:
     training = Training()
     training.peer.clear()
-    raised = list[BaseException]()
-
-    def train() -> None:
-        try:
-            training.step()
-        except Released as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=train, daemon=True)
+    thread, raised = training.in_a_thread()
     training.status.hold(60.0)
     thread.start()
     for _ in range(2):

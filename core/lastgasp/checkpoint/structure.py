@@ -18,18 +18,19 @@ _READ = {
 }  # fmt: skip
 """Formats into whose directories others write (callbacks of Trainer, in `on_save`): which of their files are damage, as
 they would be loaded when training is resumed, or say that something is wrong. Of any other format all are."""
-_NEVER_READ = {"transformers": "training_args.bin"}
+_NEVER_READ = {"transformers": frozenset({"training_args.bin"})}
 """What scripts remove from a checkpoint, as nothing reads it."""
 
 
 def compare(checkpoint: Path, layout: Layout, manifest: Manifest) -> tuple[list[Damage], list[FileEntry]]:
     """Return damages of names and sizes, and the entries whose content is to be read. Never raises OSError."""
     damages, sound = [], []
+    never_read = _NEVER_READ.get(manifest.format, frozenset())
     for entry in manifest.files:
         damage = size_damage(checkpoint.parent / entry.path, entry)
         if damage is None:
             sound.append(entry)
-        elif damage.kind != "missing" or not entry.path.endswith(f"/{_NEVER_READ.get(manifest.format)}"):
+        elif damage.kind != "missing" or entry.path.rpartition("/")[2] not in never_read:
             damages.append(damage)
     return damages + _foreign(checkpoint, layout, manifest), sound
 
