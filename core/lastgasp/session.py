@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from lastgasp import __version__, _clock, exitcodes, logs, narration
+from lastgasp import __version__, _clock, exitcodes, logs, narration, variables
 from lastgasp.backends import BackendChoice, choose_backend, framework_of_taskd, in_taskd_job
 from lastgasp.backends.embedded import EmbeddedBackend
 from lastgasp.config import GaspConfig
@@ -242,6 +242,7 @@ class Session:
             answered = self.status.recovery if launched() and self.backend.backend == "embedded" else None
             log.info("%s", narration.started(__version__, self.place.world_size, self.backend.brief(),
                                              str(self.config.directory), step, answered))  # fmt: skip
+            variables.warn_of_unknown()
         self.status.progress("data")  # the hang watchdog counts from here, as starting the backend may take minutes
         self.register()
 

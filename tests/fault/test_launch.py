@@ -383,10 +383,12 @@ def said(done: Finished) -> list[tuple[str, str]]:
 def test_a_job_says_what_happens_to_it_and_each_thing_once(tmp_path: Path) -> None:
     """A start line per attempt, one line for the fault with what comes next, one at the end; no rank repeats it."""
     directory = tmp_path / "ckpts"
-    done = finish(run(WORKER, directory, "once", 3), tmp_path)
+    done = finish(run(WORKER, directory, "once", 3), tmp_path, LASTGASP_KEEEP="2")
     assert done.ok, done.output[-4000:]
-    assert len(said(done)) == 4, said(done)
-    first, event, second, last = said(done)
+    assert len(said(done)) == 6, said(done)
+    first, warned, event, second, warned_again, last = said(done)
+    misspelt = ("0", "LASTGASP_KEEEP is set, and nothing reads it. Did you mean LASTGASP_KEEP?")
+    assert warned == warned_again == misspelt
     assert first[0] == second[0] == "0"
     start = r"lastgasp \S+: 2 ranks, embedded engine.*; checkpoints in .*/ckpts; starts from scratch; recovery=restart"
     assert re.fullmatch(start, first[1])

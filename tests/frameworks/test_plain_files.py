@@ -67,7 +67,7 @@ def test_arguments_are_those_of_torch(tmp_path: Path) -> None:
 
 class Bomb:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
-        return os.putenv, ("LASTGASP_TEST_BOMB", "1")
+        return os.putenv, ("TESTS_BOMB", "1")
 
 
 def test_only_weights_by_default(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lastgasp.steps import ringfile
 from lastgasp.testing.jobs import command_line, read_proc
 from support import prefork
 
-MARK = "LASTGASP_TEST_MARK"
+MARK = "TESTS_MARK"
 """An environment variable that every process started by a test inherits, so that orphans are found too."""
 
 # Set once per interpreter by libraries when they are imported (scikit-learn, Intel OpenMP), or by pytest.

@@ -75,10 +75,11 @@ class ClusterD:
 
     def pause(self, folder: Path) -> None:
         """On a thread of its own: wait for the file, and order it."""
-        while not (folder / "pause").exists():
+        ordered = folder / "pause"
+        while not (ordered.exists() and (seconds := ordered.read_text())):  # it is there before it says anything
             time.sleep(0.01)
         self._pausing = True
-        answer = self._api.tft_notify_controller_stop_train({}, "pause", int((folder / "pause").read_text()))
+        answer = self._api.tft_notify_controller_stop_train({}, "pause", int(seconds))
         print(f"mindx: a pause is ordered: {answer}", flush=True)
 
     def _continue(self, folder: Path) -> None:

@@ -18,8 +18,9 @@ from lastgasp import cli
 from lastgasp.arena import Arena, in_use, needed
 from lastgasp.doctor import look
 from lastgasp.doctor.machine import JobFacts
-from lastgasp.doctor.settings import known
 from lastgasp.events import Incident, Phases, encode_incident
+from lastgasp.options import NAMES
+from lastgasp.variables import KNOWN
 
 
 def run(*words: str | Path) -> tuple[int, str]:
@@ -108,7 +109,15 @@ def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str
 
 def test_every_variable_of_the_documents_is_known() -> None:
     page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
-    assert set(re.findall(r"`(LASTGASP_[A-Z0-9_]+)`", page)) <= known()
+    assert set(re.findall(r"`(LASTGASP_[A-Z0-9_]+)`", page)) <= KNOWN
+
+
+def test_known_are_those_in_the_source() -> None:
+    project, found = Path(__file__).parents[2], set[str]()
+    for path in (*project.glob("core/**/*.py"), *project.glob("plugins/**/*.py")):
+        if path.name != "variables.py":
+            found.update(re.findall(r"\bLASTGASP_[A-Z0-9_]*[A-Z0-9]\b", path.read_text()))
+    assert found | {f"LASTGASP_{name.upper()}" for name in NAMES} == KNOWN
 
 
 def test_own_options_behind_torchruns_are_told_where_they_go() -> None:

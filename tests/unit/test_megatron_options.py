@@ -36,7 +36,7 @@ README, PAGE = ROOT / "plugins/megatron/README.md", ROOT / "docs/megatron.md"
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("LASTGASP_") and name != "LASTGASP_TEST_MARK"]:
+    for name in [name for name in os.environ if name.startswith("LASTGASP_")]:
         monkeypatch.delenv(name)
 
 

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LASTGASP_MEGATRON", str(tmp_path))
+    monkeypatch.setenv("TESTS_MEGATRON", str(tmp_path))
     monkeypatch.delenv(place.NEEDED, raising=False)
 
 
 def test_the_version_is_that_of_the_constraints() -> None:
     assert f"megatron-core=={place.VERSION}" in (ROOT / "constraints.txt").read_text().splitlines()
-    assert place.folder() == Path(os.environ["LASTGASP_MEGATRON"])
+    assert place.folder() == Path(os.environ["TESTS_MEGATRON"])
 
 
 def test_without_it_tests_are_skipped_and_say_how_to_get_it() -> None:

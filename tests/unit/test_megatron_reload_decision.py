@@ -139,8 +139,7 @@ def choose(directory: Path, attempt: int = 0, job: str = "job", since_ns: int = 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("LASTGASP_")]:
-        if name != "LASTGASP_TEST_MARK":
-            monkeypatch.delenv(name)
+        monkeypatch.delenv(name)
 
 
 def model(directory: Path) -> Path:

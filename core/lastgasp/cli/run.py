@@ -108,13 +108,14 @@ def _check_settings() -> None:
     Raises:
         ConfigError: the first that is refused.
     """
-    from lastgasp.doctor.settings import NODES_ONLY, refused, unknown
+    from lastgasp.doctor.settings import NODES_ONLY, refused
+    from lastgasp.variables import unknown
 
     for error in refused(os.environ.get("LASTGASP_DIR", "")):
         if error.field not in NODES_ONLY:
             raise error
-    for name, meant in unknown(os.environ):
-        write_error(f"lastgasp: {name} is set, and nothing reads it.{f' Did you mean {meant}?' if meant else ''}")
+    for text in unknown(os.environ):
+        write_error(f"lastgasp: {text}")
 
 
 def _under_torchrun(arguments: list[str], prepared: Prepared) -> None:

@@ -22,8 +22,8 @@ NEEDED = "TESTS_NEED_MEGATRON"
 
 
 def folder() -> Path:
-    """`LASTGASP_MEGATRON`, else a folder of this environment; it need not exist."""
-    return Path(os.environ.get("LASTGASP_MEGATRON") or Path(sys.prefix, f"megatron-core-{VERSION}"))
+    """`TESTS_MEGATRON`, else a folder of this environment; it need not exist."""
+    return Path(os.environ.get("TESTS_MEGATRON") or Path(sys.prefix, f"megatron-core-{VERSION}"))
 
 
 def missing() -> str:

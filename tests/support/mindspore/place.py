@@ -20,7 +20,7 @@ MAIN, OLD = "1.9.0", "1.6.0"
 VERSIONS = (MAIN, OLD)
 NEEDED = "TESTS_NEED_MINDSPORE"
 """Set by `make test`, which makes them: then a test that would be skipped without MindSpore is an error."""
-INSTEAD = {MAIN: "LASTGASP_TEST_MINDSPORE", OLD: "LASTGASP_TEST_MINDSPORE_OLD"}
+INSTEAD = {MAIN: "TESTS_MINDSPORE", OLD: "TESTS_MINDSPORE_OLD"}
 """An environment made elsewhere."""
 
 

@@ -17,7 +17,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 VERSION = re.findall(r"^tensorflow_cpu==(\S+)$", REQUIREMENTS.read_text(), re.MULTILINE)[0]
 NEEDED = "TESTS_NEED_TENSORFLOW"
 """Set by `make test-full`, which makes it: then a test that would be skipped without TensorFlow is an error."""
-INSTEAD = "LASTGASP_TEST_TENSORFLOW"
+INSTEAD = "TESTS_TENSORFLOW"
 """An environment made elsewhere."""
 
 
