@@ -25,7 +25,9 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from benchmarks.flash_checkpoint import FlashCheckpoint, version
 from benchmarks.harness import drop_cache, interleave, timed
 from lastgasp.adapter.sharded import Payload, Shards, fill
 from lastgasp.arena import Arena, verified
@@ -37,6 +39,11 @@ from lastgasp.pytorch.sharded_parts import merge, part_of
 WIDTH = 2048
 BYTES = 12
 """For each parameter, Adam's moments included."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it lies here."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Bench:
@@ -81,6 +88,13 @@ class Bench:
             piece = memoryview(each)
             self.plain[at : at + piece.nbytes] = piece.cast("B")
             at += piece.nbytes
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's shards, by name."""
+        found = {f"model.{name}": local(each) for name, each in self.models["model"].state_dict().items()}
+        for number, state in self.optimizers["optimizer"].state_dict()["state"].items():
+            found |= {f"optimizer.{number}.{name}": local(each) for name, each in state.items()}
+        return found
 
     # -- durable files ----------------------------------------------------------------------------
 
@@ -159,19 +173,29 @@ class Bench:
             return measured
 
         found: dict[str, Any] = {"nbytes": self.size}
-        found |= interleave({"copy": partial(timed, self.copy), "memcpy": partial(timed, self.memcpy)}, rounds)
+        copies = {"copy": partial(timed, self.copy), "memcpy": partial(timed, self.memcpy)}
+        fills = {
+            "from arena": partial(timed, self.from_arena), "from files, warm": partial(timed, self.from_files),
+            "ready from arena": partial(timed, self.ready_from_arena),
+            "ready from files, warm": partial(timed, self.ready_from_files),
+        }  # fmt: skip
+        if version():
+            flash = FlashCheckpoint(self.folder, self.tensors())
+            for _ in range(2):
+                flash.save()
+            copies["flash checkpoint"] = partial(timed, flash.save)
+            fills["from flash checkpoint"] = partial(timed, flash.fill)
+        found |= interleave(copies, rounds)
         saves = {"save live": self._live, "save arena": self._arena}
         variants: dict[str, Callable[[], float]] = {
             name: partial(self._saved, write) for name, write in saves.items()
         } | {"dcp save": self.dcp_save, "dcp async_save": self.dcp_async}
         found |= interleave(variants, rounds)
         self.from_files()  # O_DIRECT has left nothing of them in memory
-        found |= interleave(
-            {"from arena": partial(timed, self.from_arena), "from files, warm": partial(timed, self.from_files),
-             "ready from arena": partial(timed, self.ready_from_arena),
-             "ready from files, warm": partial(timed, self.ready_from_files)}, rounds,
-        )  # fmt: skip
+        found |= interleave(fills, rounds)
         found |= interleave({"from files, cold": cold(self.from_files)}, rounds)
+        if version():
+            flash.close()
         return found
 
     def _saved(self, write: Callable[[Staged], bytes]) -> float:

@@ -12,6 +12,8 @@ measured, too; lastgasp does not do that (docs/sharded.md).
 
 The kill: from the signal to the plan by which each shard has a holder, that is, until nothing can be lost any more; the
 killed rank's shards are in its arena then.
+
+Where dlrover is installed, its flash checkpoint of the same shards, too (`flash_checkpoint`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.flash_checkpoint import version
 from benchmarks.harness import Measure, Options, paired
 from lastgasp.events import decode_incident
 from lastgasp.testing.faults import ENV_FAULT, ENV_LOG, read_log
@@ -69,7 +72,14 @@ def measure(options: Options) -> list[Measure]:
         took = [_kill(options.folder / f"kill-{width}-{number}", width) for number in range(kills)]
         measures.append(Measure(name=f"SIGKILL -> all shards held, {_megabytes(width):.0f} MB on each rank",
                                 unit="ms", samples=took, target=50.0))  # fmt: skip
-    return measures
+    return measures + _flash(found)
+
+
+def _flash(found: dict[str, Any]) -> list[Measure]:
+    name = f"DLRover {version()}, flash checkpoint"
+    rows = {f"{name}: into memory, without a digest": "flash checkpoint",
+            f"{name}: fill from memory, not verified": "from flash checkpoint"}  # fmt: skip
+    return [Measure(name=row, unit="s", samples=found[way]) for row, way in rows.items() if way in found]
 
 
 def _megabytes(width: int) -> float:
