@@ -21,9 +21,13 @@ class _Finder:
         if name != _NAME:
             return None
         from importlib.machinery import PathFinder
+        from importlib.util import find_spec
 
-        place = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lastgasp_mindio", "dropin")
-        return PathFinder.find_spec(name, [place])
+        plugin = find_spec("lastgasp_mindio")  # in an editable installation it lies elsewhere than this file
+        if plugin is None:
+            return None
+        places = [os.path.join(place, "dropin") for place in plugin.submodule_search_locations]
+        return PathFinder.find_spec(name, places)
 
 
 if os.environ.get("LASTGASP") != "0":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from enum import Enum, EnumMeta
 from pathlib import Path
 from types import ModuleType
@@ -69,10 +70,10 @@ def test_the_stand_in_of_the_contract_tests_has_the_same_parameters() -> None:
 # -- beside the real one -----------------------------------------------------------------------------
 
 
-def python(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+def python(code: str, *paths: Path, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """A fresh Python that finds these first."""
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -104,21 +105,25 @@ def test_start_up_makes_the_drop_in_known_and_imports_nothing() -> None:
     assert done.stdout.splitlines() == [str(DROP_IN / "mindio_ttp/__init__.py"), "['_lastgasp_mindio_boot']"]
 
 
-def test_an_installation_overwrites_nothing_of_the_real_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["standard", "editable"])
+def test_an_installation_overwrites_nothing_and_is_found(tmp_path: Path, kind: str) -> None:
+    """Nothing of the real package; start-up finds the drop-in, which an editable installation leaves where it is."""
     pytest.importorskip("hatchling")
-    tree = tmp_path / "tree"
+    tree, site = tmp_path / "tree", tmp_path / "site"
     shutil.copytree(PLUGIN, tree, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "hatchling", "build", "-t", f"wheel:{kind}", "-d", str(tmp_path)]
     subprocess.run(command, cwd=tree, capture_output=True, timeout=200, check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.partition("/")[0] for name in names}
-    assert tops == {
-        "lastgasp_mindio", "_lastgasp_mindio_boot.py", "_lastgasp_mindio_boot.pth",
-        f"lastgasp_mindio-{__version__}.dist-info",
-    }  # fmt: skip
-    inside = {"py.typed", "dropin/mindio_ttp/py.typed", "dropin/mindio_ttp/served-by-lastgasp"}
-    assert {f"lastgasp_mindio/{name}" for name in inside} <= set(names)
+    zipfile.ZipFile(wheel).extractall(site)
+    tops = {path.name for path in site.iterdir()} - {f"lastgasp_mindio-{__version__}.dist-info"}
+    own = "lastgasp_mindio" if kind == "standard" else "_editable_impl_lastgasp_mindio.pth"
+    assert tops == {own, "_lastgasp_mindio_boot.py", "_lastgasp_mindio_boot.pth"}
+    drop_in = (site if kind == "standard" else tree) / "lastgasp_mindio/dropin/mindio_ttp"
+    inside = {drop_in.parents[1] / "py.typed", drop_in / "py.typed", drop_in / "served-by-lastgasp"}
+    assert all(path.exists() for path in inside)
+    code = "import site, sys, importlib.util as u; site.addsitedir(sys.argv[1]); print(u.find_spec('mindio_ttp').origin)"
+    done = python(code, arguments=[str(site)])
+    assert done.stdout.strip() == str(drop_in / "__init__.py"), done.stderr
 
 
 def test_it_has_the_version_of_the_core() -> None:
