@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import inspect
+import logging
 import math
 import os
 import re
@@ -13,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args
 
+from . import logs
 from ._fs import fsync_dir, unique_temp
 from .errors import ConfigError
 
 T = TypeVar("T")
+log = logging.getLogger("lastgasp")
 HangTimeout = float | Literal["auto"]
 Recovery = Literal["auto", "retry", "replace", "restart", "save"]
 """How a fault may be answered in place where the training can be entered again: retry replaces no rank, replace does no
@@ -250,8 +254,15 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., Any]) 
         raise ConfigError(name, value, f"one of the arguments {', '.join(known)}", remedy)
 
 
+def attempt_in(env: Mapping[str, str]) -> int:
+    """How often the launcher has restarted this job, by what it gives its ranks; 0 at first."""
+    return int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def check_writable(directory: Path) -> None:
     """Create `directory` if necessary and check that a file can be created in it.
+
+    A restart trains on through an error that can pass, such as a full disk: refused, the job would be over for good.
 
     Raises:
         ConfigError: it is not writable; with the operating system's reason.
@@ -263,9 +274,23 @@ def check_writable(directory: Path) -> None:
         probe.unlink()
         fsync_dir(directory)  # warns at the start if the file system cannot sync directories
     except OSError as error:
+        if error.errno in _PASSING and attempt_in(os.environ) > 0:
+            logs.set_up()
+            if directory not in _SAID:  # asked more than once in a start
+                log.warning("%s cannot be written (%s): the training goes on, and nothing can be saved until that is "
+                            "over", directory, error.strerror)  # fmt: skip
+            _SAID.add(directory)
+            return
         raise ConfigError(
             "dir",
             str(directory),
             "a directory that this user can write",
             f"{error.strerror}: fix or move it.",
         ) from error
+    _SAID.discard(directory)
+
+
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+"""Errors of a file system that was good before and can be good again."""
+_SAID: set[Path] = set()
+"""Directories for which a warning was logged."""

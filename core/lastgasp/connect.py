@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from lastgasp import _clock
+from lastgasp.config import attempt_in
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.addresses import address_towards, is_loopback
 from lastgasp.gasp.again import INCARNATION
@@ -36,13 +37,12 @@ def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_
     job = env.get("LASTGASP_JOB") or env.get("TORCHELASTIC_RUN_ID")
     if job == UNNAMED:
         job = str(from_rank_0(_of_the_launcher()))
-    attempt = int(env.get("LASTGASP_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if not job:
         job = str(from_rank_0(uuid.uuid4().hex[:12]))
     since, lasting = env.get(SINCE), job == env.get(TASK_VARIABLE)  # MindCluster's name outlives a job's launchers
     began = from_rank_0(_clock.wall_ns()) if since is None else int(since or 0)
     return Place(
-        rank=rank, world_size=world_size, replicas=replicas, attempt=attempt, job=job,
+        rank=rank, world_size=world_size, replicas=replicas, attempt=attempt_in(env), job=job,
         incarnation=int(env.get(INCARNATION) or 0), since_ns=0 if lasting else int(since or 0), began_ns=began,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import gc
@@ -102,6 +103,34 @@ def test_a_learning_rate_lasts_where_the_log_says_to_set_it(tmp_path: Path, capl
                     optimizer.step()
     assert used == [0.1, 0.1, 0.1, 0.1, 0.01]
     assert "new values, set them in the body of the loop over batches" in caplog.text
+
+
+def test_a_restart_on_a_full_disk_resumes_and_saves_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quota that is full for a while is no reason never to start the job again."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=40", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    try:
+        with Session.open(tmp_path / "ck", state=(state := tiny()), every=1, marks=False) as session:
+            step(session, state)
+        fill = [tmp_path / f"other-{number}" for number in range(40)]
+        with contextlib.suppress(OSError):
+            for path in fill:
+                path.touch()
+        with pytest.raises(ConfigError, match="No space left"), Session.open(tmp_path / "ck", state=tiny(), every=1):
+            pytest.fail("a first start is refused")
+        monkeypatch.setenv("LASTGASP_ATTEMPT", "1")
+        with Session.open(tmp_path / "ck", state=(state := tiny()), every=1, marks=False) as session:
+            assert session.step == 1
+            step(session, state)
+            for path in fill:
+                path.unlink(missing_ok=True)
+            step(session, state)
+        assert [one.step for one in candidates([tmp_path / "ck"], LAYOUT)] == [3, 1]
+        assert "step=00000002.pt could not be written" in caplog.text
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_another_job_in_the_same_directory_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

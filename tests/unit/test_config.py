@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,25 @@ def test_a_directory_that_can_be_made_is_left_empty(tmp_path: Path) -> None:
 def test_a_directory_that_is_read_only() -> None:
     with pytest.raises(ConfigError, match="fix or move it"):
         check_writable(Path("/proc/sys"))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "number", "goes_on"),
+    [("1", errno.ENOSPC, True), ("1", errno.ESTALE, True), ("0", errno.ENOSPC, False), ("1", errno.EROFS, False)],
+)
+def test_a_restart_trains_on_where_the_directory_cannot_be_written_for_a_while(
+    attempt: str, number: int, goes_on: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fails(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setenv("LASTGASP_ATTEMPT", attempt)
+    monkeypatch.setattr(Path, "touch", fails)
+    with nullcontext() if goes_on else pytest.raises(ConfigError, match="fix or move it"):
+        check_writable(tmp_path)
+        check_writable(tmp_path)
+    assert caplog.text.count("nothing can be saved until that is over") == goes_on
 
 
 def test_a_switch_that_is_none_leaves_torchrun_as_it_is(
