@@ -39,7 +39,7 @@ from lastgasp.replicas import Digests, compared_if_possible, computed, needs_com
 from lastgasp.steps.attach import Marking, Recorder, no_mark, no_step, open_recorder
 from lastgasp.steps.recover import recover_orphans
 from lastgasp.steps.settings import MarksConfig
-from lastgasp.topology import Place
+from lastgasp.topology import Place, ReplicaGroups
 
 log = logging.getLogger("lastgasp")
 
@@ -79,8 +79,7 @@ class Session:
     change and `step_completed` after the step's state has been captured; `fault` when training ended with an exception;
     `close` at a normal end. All of it is local; only `gather` waits for other ranks.
 
-    A loop of any kind marks what it does: `with session.mark("forward"):`, and `session.step(n)` where step `n`
-    begins. Hoist the mark out of a hot loop: `forward = session.mark("forward")`, it is always the same object.
+    A loop marks what it does: `with session.mark("forward"):` (it can be hoisted), `session.step(n)` where `n` begins.
 
     Args:
         contact: the controller; None for a rank without one (a job of one rank).
@@ -100,15 +99,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        config: GaspConfig,
-        place: Place,
-        source: StateSource,
-        contact: Contact | None,
-        marking: Marking | None = None,
-        *,
-        backend: BackendChoice | None = None,
-    ) -> None:
+        self, config: GaspConfig, place: Place, source: StateSource, contact: Contact | None,
+        marking: Marking | None = None, *, backend: BackendChoice | None = None,
+    ) -> None:  # fmt: skip
         logs.set_up()
         self.config, self.place, self._source = config, place, source
         self.status = RankStatus()
@@ -178,17 +171,14 @@ class Session:
     def compare_replicas(self, digests: Callable[[], Digests], alike_before: bool = False) -> bool:
         """Find out which ranks are replicas: before `training_started`, once the initial state is loaded.
 
-        All ranks call it together. Ranks whose digests differ are taken out of each other's group: from then on each
-        is the only holder of its shard, and no other rank saves it. Rank 0 logs that, and each incident notes it. If
-        the ranks cannot be asked, every rank counts as the only holder.
-
-        An adapter whose checkpoint has room for one copy of each shard must then refuse to save
-        (`replicas.require_alike`), since the others would load that copy.
+        All ranks call it together. Ranks whose digests differ are taken out of each other's group: each is then the
+        only holder of its shard, and no other rank saves it. Rank 0 logs that, and each incident notes it. If the ranks
+        cannot be asked, every rank counts as the only holder. An adapter whose checkpoint has room for one copy of each
+        shard must then refuse to save (`replicas.require_alike`), since the others would load that copy.
 
         Args:
             digests: computes the digests of what all replicas have in common (parameters, optimizer state), without
-                what belongs to one rank (random state, buffers that are not synchronized). Not called if no rank
-                is supposed to be another's replica.
+                what is one rank's (random state, buffers). Not called if no rank should be another's replica.
             alike_before: the ranks were alike when they began with what they hold now, so that nothing has to be
                 concluded where they cannot be asked.
 
@@ -202,11 +192,19 @@ class Session:
         if not why:
             return True
         log.log(logging.WARNING if self.place.rank == 0 else logging.INFO, "%s", why)
+        self._regroup(groups, why)
+        return False
+
+    def condemn(self, why: str) -> None:
+        """The values of all ranks are wrong: from now on none may be saved, by any rank. `fault` follows."""
+        self.status.broken = why
+        self._regroup(tuple((rank,) for shard in self.place.replicas for rank in shard), why)
+
+    def _regroup(self, groups: ReplicaGroups, why: str) -> None:
         self.place = replace(self.place, replicas=groups)
         self._processor.tell(m.Regroup(replicas=groups, why=why))
         if isinstance(self._backend, Repairs):
             self._backend.regroup(groups)
-        return False
 
     def agree(self, resize: m.Resize, seconds: float) -> str:
         """For a job that another backend leads: why the controller will not let these ranks go on so; or empty."""
@@ -249,11 +247,8 @@ class Session:
     def register(self, device: str = "", versions: Mapping[str, str] | None = None) -> None:
         """Register this worker with the job's control plane; only the first call counts.
 
-        Call it after the process group is up and before the first step; else `training_started` does.
-
-        Args:
-            device: in the framework's notation: cpu, cuda:0.
-            versions: of the framework and its parts, by name.
+        After the process group is up and before the first step; else `training_started` does it. `device`: as the
+        framework writes it (cpu, cuda:0); `versions`: of the framework and its parts, by name.
         """
         if not self._registered:
             self._registered = True

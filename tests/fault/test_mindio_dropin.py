@@ -300,3 +300,15 @@ def test_a_restart_that_loads_from_elsewhere_is_noted(tmp_path: Path) -> None:
     assert [(one.kind, one.rank) for one in found.faults][:1] == [("exit", 1)], found
     [note] = found.notes
     assert f"began with step 0 although step 4 was saved to {job.checkpoints / 'iter_0000004'}: 4 steps" in note
+
+
+@pytest.mark.parametrize("how", ["raise", pytest.param("report", marks=pytest.mark.full)])
+def test_wrong_values_that_one_rank_finds_are_saved_by_none(how: str, tmp_path: Path) -> None:
+    """The other one waits for it in its all-reduce, and holds the same values. No attempt follows."""
+    job = DropInJob(tmp_path, 2, script="train_undecorated.py")
+    done = job.run(JOB_WRONG=how)
+    assert done.returncode == 1 and "stopped with exit code 1: the values are wrong" in done.output, done.output[-4000:]
+    [found] = incidents(job)
+    assert (found.ending, found.step_saved, found.steps_lost) == ("gave_up", None, 4), done.output[-4000:]
+    assert [(one.kind, one.rank) for one in found.faults][:1] == [("exception", 1)], found
+    assert not list(job.checkpoints.glob("iter_*")) and not (tmp_path / "ended").exists()

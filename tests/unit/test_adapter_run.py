@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from lastgasp.errors import ConfigError
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released
+from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.replicas import Digests
+from lastgasp.session import Contact
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import FakeSource
@@ -185,6 +188,30 @@ def test_a_good_exit_and_a_verdict_are_no_fault(run: AdapterRun, error: BaseExce
     training = begun(run)
     run.failed(error)
     assert training.source.done == [] and run.session.status.outcome is None
+
+
+def test_values_that_are_wrong_on_all_ranks_are_saved_by_none(tmp_path: Path) -> None:
+    """Only rank 1 has seen it; rank 0, whose collective fails then, holds the same and could save it."""
+    controller = ControllerThread(new_token())
+    contact = Contact(controller.endpoint.address, controller.endpoint.token)
+
+    def rank(number: int) -> AdapterRun:
+        place = Place(rank=number, world_size=2, replicas=data_parallel(2), job="job")
+        made = AdapterRun(FRAMEWORK, GaspConfig.resolve(tmp_path), MarksConfig.resolve(False), place, contact)
+        begun(made)
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(rank, range(2)))
+        runs[1].condemn(Verdict(1, "the values are wrong"))
+        runs[0].session.fault("peer", "connection closed")
+        list(pool.map(lambda run: run.close(completed=True), runs))
+    controller.stop()
+    [incident] = incidents(tmp_path)
+    assert (incident.ending, incident.step_saved) == ("gave_up", None)
+    assert "rank 1: the values are wrong" in incident.reason and "the values are wrong" in incident.notes
+    for run in runs:
+        assert run.source.inner.done == []  # type: ignore[union-attr]
 
 
 def test_what_raises_before_training_is_reported_as_a_failed_start(

@@ -258,8 +258,7 @@ class AdapterRun:
             self._exit(error.outcome)
         verdict = self.framework.verdict_of(error)
         if verdict is not None:
-            log.error("%s", verdict)
-            framework_verdict.give(verdict)
+            _give(verdict)
         if verdict is not None or is_success(error):
             self.close(completed=True)
             return
@@ -273,6 +272,16 @@ class AdapterRun:
             if kind == "peer" and self.place.world_size > 1:
                 self._exit(outcome, cause_of(error))
         self.close(completed=False)
+
+    def condemn(self, verdict: Verdict) -> None:
+        """The values of all ranks are wrong, which this one knows alone: none saves any, and no restart follows.
+
+        Returns when the others know. `close` follows.
+        """
+        _give(verdict)
+        if self.begun:
+            self.session.condemn(verdict.why)
+            self.session.fault("exception", verdict.why)
 
     def _recover(self, error: BaseException, kind: FaultKind) -> Release:
         training, status, cause = self._training, self.session.status, cause_of(error)
@@ -347,6 +356,11 @@ class AdapterRun:
         undo.close()
         _guarded(lambda: self.session.close(completed))
         release.close()
+
+
+def _give(verdict: Verdict) -> None:
+    log.error("%s", verdict)
+    framework_verdict.give(verdict)
 
 
 def _guarded(step: Callable[[], object]) -> None:

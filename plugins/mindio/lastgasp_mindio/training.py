@@ -68,7 +68,7 @@ class Protection:
     ) -> None:  # fmt: skip
         config, layout = settings.config(), settings.layout()
         framework = Framework(
-            name=f"mindio_ttp on torch {torch.__version__}", kind_of=self._kind_of, verdict_of=self._verdict_of,
+            name=f"mindio_ttp on torch {torch.__version__}", kind_of=self._kind_of,
             versions={"torch": str(torch.__version__)},
         )  # fmt: skip
         self._infos, self._handlers, self._classifier, self._state = infos, handlers, faults, ReportState.RS_NORMAL
@@ -141,13 +141,20 @@ class Protection:
         """The training function has raised. As `AdapterRun.failed`: where a peer is gone this does not return."""
         self._state = self._classifier.state_of(error)
         self.saver.parked.set()
-        self.run.failed(error)
+        if self._state is ReportState.RS_RETRY:
+            self.run.condemn(_wrong_values(cause_of(error)))
+            self.close()
+        else:
+            self.run.failed(error)
 
     def reported(self, state: ReportState, code: str) -> None:
         """`tft_report_error`: as `failed`, for a training function without the decorator. Returns when it is over."""
         self._state = state
         self.saver.parked.set()
         status, session = self.run.session.status, self.run.session
+        if state is ReportState.RS_RETRY:
+            self.run.condemn(_wrong_values(f"{state.name} {code}".strip()))
+            return
         if state in BAD_DATA:
             status.broken = "this rank's memory has failed"
         elif status.inside:
@@ -169,13 +176,6 @@ class Protection:
         kind = shared.kind_of(error)
         stopped = self.saver.stopped or FORCE_STOP in str(error)
         return "peer" if kind == "exception" and stopped and isinstance(error, RuntimeError) else kind
-
-    def _verdict_of(self, error: BaseException) -> Verdict | None:
-        """A precision error is in the values of all ranks, so no rank's may be saved."""
-        if self._state is not ReportState.RS_RETRY:
-            return None
-        return Verdict(PRECISION, f"the values are wrong on all ranks, and are not saved ({cause_of(error)})")
-
 
     # -- recovery in place -----------------------------------------------------------------------
 
@@ -268,6 +268,11 @@ def protect(
     """
     known = place_in_job(*place, replicas_of(groups_of(infos)), shared.from_rank_0)
     return Protection(known, infos, handlers, faults, wishes)
+
+
+def _wrong_values(cause: str) -> Verdict:
+    """A precision error: MindIO refuses to dump after one."""
+    return Verdict(PRECISION, f"the values are wrong on all ranks, and are not saved ({cause})")
 
 
 def _users_handler() -> Any:

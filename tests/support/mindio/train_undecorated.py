@@ -1,7 +1,8 @@
 """A loop of one's own with MindIO's calls: no decorator, and no tft_destroy_processor. Two ranks, each holds all.
 
-`JOB_RAISES`: a rank and a step behind which it raises in the first attempt. `JOB_LOAD`: where it loads from, instead of
-the directory of its dumps.
+`JOB_RAISES`: a rank and a step behind which it raises in the first attempt. `JOB_WRONG`: rank 1 finds wrong values
+behind step 4, and says so by `tft_report_error`, or raises it out of a decorated function. `JOB_LOAD`: where it loads
+from, instead of the directory of its dumps.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from mindio_ttp.framework_ttp import (  # type: ignore[import-not-found, unused-ignore]
     ReportState,
     tft_end_updating_os,
+    tft_exception_handler,
     tft_init_controller,
     tft_init_processor,
+    tft_register_exception_handler,
     tft_register_rename_handler,
     tft_register_save_ckpt_handler,
     tft_report_error,
@@ -31,6 +34,7 @@ STEPS = 6
 SAVE = Path(os.environ["JOB_SAVE"])
 LOAD = Path(os.environ.get("JOB_LOAD") or SAVE)
 ATTEMPT = os.environ.get("LASTGASP_ATTEMPT", "0")
+WRONG = os.environ.get("JOB_WRONG", "")
 RAISES = os.environ.get("JOB_RAISES", "") if ATTEMPT == "0" else ""
 
 
@@ -79,18 +83,31 @@ tft_register_rename_handler(rename)
 pids: list[Any] = [None] * world
 dist.all_gather_object(pids, os.getpid())
 first = load()
-for step in range(first, STEPS):
-    total = torch.ones(8)
-    try:
-        dist.all_reduce(total)
-    except RuntimeError:
-        tft_report_error(ReportState.RS_NORMAL.value)
-        raise
-    tft_start_updating_os()
-    weights += total
-    tft_end_updating_os(step + 1)
-    if f"{rank} {step + 1}" == RAISES:
-        raise ValueError("on purpose")
+tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
+
+
+def train() -> None:
+    """The loop."""
+    for step in range(first, STEPS):
+        total = torch.ones(8)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError:
+            if WRONG != "raise":
+                tft_report_error(ReportState.RS_NORMAL.value)
+            raise
+        tft_start_updating_os()
+        weights.add_(total)
+        tft_end_updating_os(step + 1)
+        if WRONG and (rank, step + 1) == (1, 4):
+            if WRONG == "report":
+                tft_report_error(ReportState.RS_RETRY.value)
+            raise RuntimeError("PRECISION ERROR")
+        if f"{rank} {step + 1}" == RAISES:
+            raise ValueError("on purpose")
+
+
+(tft_exception_handler(train) if WRONG == "raise" else train)()
 dist.destroy_process_group()
 with (SAVE.parent / "ended").open("a") as ended:
     ended.write(f"{ATTEMPT} {rank} {first} {weights[0].item():g}\n")
