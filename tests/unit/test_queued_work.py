@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,13 @@ class Training:
 
         return threading.Thread(target=train, daemon=True), raised
 
+    def wait_until_at_gate(self) -> None:
+        """Until the thread of the step waits at the closed gate."""
+        deadline = time.monotonic() + 60.0
+        while not self.status.at_gate:
+            assert time.monotonic() < deadline, "the training thread has not come to the gate"
+            time.sleep(0.005)
+
     def read(self) -> int:
         """What a gasp reads, by a copy on the current stream of its thread."""
         found = list[int]()
@@ -88,8 +96,7 @@ def test_the_gate_that_has_opened_again_still_waits_for_the_gradients() -> None:
     thread = threading.Thread(target=training.step, daemon=True)
     training.status.hold(60.0)
     thread.start()
-    while not training.status.at_gate:
-        thread.join(0.01)
+    training.wait_until_at_gate()
     training.status.go_on()
     thread.join(0.2)
     assert thread.is_alive() and training.status.step == 0
@@ -105,16 +112,52 @@ def test_a_gate_that_closes_once_more_stops_a_thread_that_still_waits_for_its_gr
     training.status.hold(60.0)
     thread.start()
     for _ in range(2):
-        while not training.status.at_gate:
-            thread.join(0.01)
+        training.wait_until_at_gate()
         training.status.go_on()
         training.status.hold(60.0)
-    while not training.status.at_gate:
-        thread.join(0.01)
+    training.wait_until_at_gate()
     assert (training.status.step, training.status.consistent) == (0, True)
     training.status.release(given_up("over"))
     thread.join(60.0)
     assert raised and training.weights == 0
+
+
+def test_a_further_optimizer_of_the_step_waits_and_does_not_take_back_that_the_update_has_begun() -> None:
+    """torch calls the pre-hook twice in a step of an optimizer that is derived from another: `super().step()`."""
+    training, slow, began = Training(), threading.Event(), threading.Event()
+
+    def train() -> None:
+        training.opens()
+        training.module.training.give(training._updated)
+        training.module.training.give(slow.is_set)
+        began.set()
+        training.step()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    assert began.wait(60.0)
+    training.status.hold(60.0)
+    thread.join(0.2)
+    status = training.status
+    assert (status.inside, status.begun, status.consistent, status.at_gate) == (True, 1, False, False)
+    assert thread.is_alive() and training.weights == 1, "it waits for the device"
+    slow.set()
+    thread.join(60.0)
+    assert (status.step, status.consistent, training.weights) == (1, True, 2)
+
+
+def test_a_further_optimizer_waits_no_longer_than_the_recovery() -> None:
+    training = Training()
+    training.opens()
+    training.peer.clear()
+    thread, raised = training.in_a_thread()
+    thread.start()
+    training.status.hold(60.0)
+    thread.join(0.1)
+    assert thread.is_alive()
+    training.status.release(given_up("over"))
+    thread.join(60.0)
+    assert not thread.is_alive() and not raised, "the next step's gate stops it"
 
 
 def test_a_gasp_waits_for_the_update_that_was_queued() -> None:

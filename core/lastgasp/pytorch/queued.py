@@ -65,6 +65,9 @@ class QueuedWork:
                 before_update()
                 return
             self._record(self._gradients)
+            if status.inside:  # a further optimizer of the same step, which can only be finished
+                self._wait(lambda: status.outcome is not None)
+                return
             while True:
                 self._wait(lambda: status.closed)
                 before_update()
