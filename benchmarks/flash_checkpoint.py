@@ -32,7 +32,8 @@ class FlashCheckpoint:
         package = "dlrover.trainer.torch.flash_checkpoint"
         kind: Any = importlib.import_module(f"{package}.checkpointer").StorageType
         self._memory, self._folder, self._tensors = kind.MEMORY, folder / "flash", tensors
-        self._made: Any = importlib.import_module(f"{package}.ddp").DdpCheckpointer(str(self._folder), comm_backend="gloo")
+        checkpointer: Any = importlib.import_module(f"{package}.ddp").DdpCheckpointer
+        self._made: Any = checkpointer(str(self._folder), comm_backend="gloo")
         self._step = 0
 
     def save(self) -> None:

@@ -255,7 +255,7 @@ def test_names_that_have_their_number_elsewhere_are_one_row(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("metric", ["0.05", "-0.12", "1.5", "12", "1e-05", "-2.5e+07", "nan", "inf", "-inf"])
-@pytest.mark.parametrize("shape", ["weights.{}-{}", "epoch{}_loss={}.ckpt"])
+@pytest.mark.parametrize("shape", ["weights.{}-{}", "epoch{}_loss={}.ckpt", "weights.{}.{}"])
 def test_names_with_a_metric_are_one_row(tmp_path: Path, metric: str, shape: str) -> None:
     names = [shape.format("04", "0.31"), shape.format("05", metric)]
     for name in (*names, "best-06-0.31"):
@@ -284,6 +284,18 @@ def test_one_that_was_never_sealed_does_not_come_before_newer_ones_of_another_na
     assert not LAYOUT.manifest_path(tmp_path / "init-1").exists()
     put(tmp_path, 40, name="other")
     assert newest_good(tmp_path) == str(tmp_path / "other-40")
+
+
+def test_a_best_model_sealed_behind_the_managers_save_is_not_taken_for_one_of_its(tmp_path: Path) -> None:
+    """`manager.save()`, the evaluation, `seal(best.write(...))`, and the job is killed before it seals the first."""
+    stored = stored_in(tmp_path)
+    put(tmp_path, 40, sealed=False)
+    state_of(tmp_path, 10, 20, 30, 40)
+    os.utime(tmp_path / "ckpt-40.index", (1, 1))
+    write(tmp_path / "best-39", {"w": [1.0]})
+    seal(tmp_path / "best-39", step=39)
+    assert newest_good(tmp_path) == str(stored.new)
+    assert "best-39" not in (tmp_path / NAME).read_text()
 
 
 def test_a_newer_one_of_another_name_is_said_to_be_passed_over(

@@ -11,8 +11,10 @@ from lastgasp.checkpoint import ScatteredLayout
 
 FORMAT = "tensorflow"
 """`format` in the manifests."""
-_NUMBER = re.compile(r"(?<=[-_=])[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)(?![A-Za-z0-9])|\d+")
+_NUMBER = re.compile(r"(?<=[-_=.])[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)(?![A-Za-z0-9])|\d+")
 """Metrics as Keras writes them into names: `-0.12`, `1e-05`, `nan`."""
+_DOTTED = re.compile(r"#(?:\.#)+")
+"""`05.12` may be one number or two."""
 _SHARD = re.compile(r"(.+)\.data-\d{5}-of-(\d{5})")
 
 
@@ -52,7 +54,7 @@ class OfNames(TensorFlowLayout):
 
 
 def _unnumbered(name: str) -> str:
-    return _NUMBER.sub("#", name)
+    return _DOTTED.sub("#", _NUMBER.sub("#", name))
 
 
 LAYOUT = TensorFlowLayout()

@@ -101,7 +101,9 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
     folder = _path(directory, "directory")
     layout = _of_manager(folder)
     unsealed = _unsealed(folder)
-    if unsealed is not None and any(_is_newer(one.path, unsealed) for one in _passed_over(folder, layout)):
+    sealed = any(one.manifest is not None for one in candidates([folder], layout))
+    others = [] if sealed else _passed_over(folder, layout)
+    if unsealed is not None and any(_is_newer(one.path, unsealed) for one in others):
         layout, unsealed = LAYOUT, None  # the script seals under other names now
     try:
         found = checkpoint.newest_good([folder], layout, quarantine)

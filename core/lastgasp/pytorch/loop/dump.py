@@ -19,6 +19,7 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         NotSaveable: this rank's state is not that of `step`.
     """
     snapshot, has_copy = run.require(step), run.update.has_copy
+    run.state.settle(snapshot)
     own = run.recorder.read(step)
     aux_states = dict(aux) if own is None else {run.rank: own, **aux}
     tensors = buffers_of(step, aux_states, run.recorder, [run.buffer_rank, run.rank]) | run.moving.held(step)

@@ -13,10 +13,6 @@ from lastgasp.pytorch.owncopy import fill_in, own_copy
 
 log = logging.getLogger("lastgasp")
 
-_TRIED = 1
-"""Steps at whose end all is tried that a file may have to hold later."""
-
-
 class Extras:
     """Copies of `items`. What cannot be copied or saved costs that item, never the step.
 
@@ -25,8 +21,8 @@ class Extras:
     """
 
     def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items, self._taken = items, 0
-        self._last: dict[str, Any] = {}
+        self._items, self._first = items, True
+        self._good: dict[str, Any] = {}
         self._told: set[str] = set()
 
     def require(self) -> None:
@@ -37,42 +33,58 @@ class Extras:
         """
         for name in self._items:
             try:
-                self._last[name] = self._copy(name, True)
+                self._good[name] = self._copy(name)
+                _pickle(self._good[name])
             except Exception as error:
                 remedy = "Keep numbers, strings, tensors, and containers of them."
                 found, allowed = f"{type(error).__name__}: {error}", "what can be copied and pickled"
                 raise ConfigError(f"extra[{name!r}]", found, allowed, remedy) from error
 
-    def take(self, saved: bool) -> tuple[dict[str, Any], list[str]]:
-        """Copies of all, and what to note on a checkpoint that holds them.
-
-        Args:
-            saved: they go to a file now, so that what no file can hold has to be found.
-        """
-        self._taken += 1
+    def take(self) -> tuple[dict[str, Any], list[str]]:
+        """Copies of all, and what to note on a checkpoint that holds them; only the first time `settle` is tried."""
         taken, notes = {}, []
         for name in self._items:
             try:
-                taken[name] = self._copy(name, saved or self._taken <= _TRIED)
+                taken[name] = self._copy(name)
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                notes.append(f"extra[{name!r}] cannot be saved ({why}): checkpoints have it as it was when it could")
-                if name not in self._told:
-                    log.warning("%s", notes[-1])
-                self._told.add(name)
-                taken[name] = self._last.get(name)
-        self._last = taken
+                taken[name] = self._as_it_was(name, error, notes)
+        if self._first:
+            self._first = False
+            notes += self.settle(taken)
         return taken, notes
 
-    def _copy(self, name: str, tried: bool) -> Any:
+    def settle(self, taken: dict[str, Any]) -> list[str]:
+        """What was taken goes to a file: put what could be pickled last for what cannot be. Returns further notes."""
+        notes = list[str]()
+        for name, copied in taken.items():
+            if copied is self._good.get(name):
+                continue
+            try:
+                _pickle(copied)
+                self._good[name] = copied
+            except Exception as error:
+                taken[name] = self._as_it_was(name, error, notes)
+        return notes
+
+    def _as_it_was(self, name: str, error: Exception, notes: list[str]) -> Any:
+        why = f"{type(error).__name__}: {error}"
+        notes.append(f"extra[{name!r}] cannot be saved ({why}): this checkpoint has it as it was when it last could")
+        if name not in self._told:
+            log.warning("extra[%r] cannot be saved (%s): checkpoints have it as it was when it last could", name, why)
+        self._told.add(name)
+        return self._good.get(name)
+
+    def _copy(self, name: str) -> Any:
         value = state_of(self._items[name])
         try:
-            copied = copy.deepcopy(value)
+            return copy.deepcopy(value)
         except RuntimeError:  # a tensor of a graph: a loss, the hidden state that the next step detaches
-            copied = copy.deepcopy(own_copy(value))
-        if tried:
-            pickle.Pickler(_Nowhere(), protocol=2).dump(copied)  # as torch.save does
-        return copied
+            return copy.deepcopy(own_copy(value))
+
+
+def _pickle(copied: Any) -> None:
+    """Raises what `torch.save` would."""
+    pickle.Pickler(_Nowhere(), protocol=2).dump(copied)
 
 
 class _Nowhere:

@@ -198,7 +198,8 @@ class ShardedLoop(ShardedSource):
         return buffers_of(step, {self.rank: own} if own else {}, self.recorder, [self.rank])
 
     def dump_small(self, kept: Snapshot) -> dict[str, Any]:
-        """As `TorchState.dump_small`."""
+        """As `TorchState.dump_small`, of what can be saved."""
+        self._run.state.settle(kept)
         found: dict[str, Any] = self._run.state.dump_small(kept)
         return found
 

@@ -246,7 +246,7 @@ class TorchState:
 
     def snapshot(self, step: int, epoch: int, *, whole: bool = True) -> Snapshot:
         """Capture the current auxiliary state. Takes microseconds, but for `whole`: with modules' extra state."""
-        extra, notes = self._extras.take(whole and not self.sharded)
+        extra, notes = self._extras.take()
         return Snapshot(
             step,
             epoch,
@@ -258,6 +258,10 @@ class TorchState:
             {} if self.sharded else self.extra_states.take() if whole else self.extra_states.step_over(step),
             notes,
         )
+
+    def settle(self, snapshot: Snapshot) -> None:
+        """It goes to a file now: have `extra` hold nothing that no file can, which becomes a note. Idempotent."""
+        snapshot.notes.extend(self._extras.settle(snapshot.extra))
 
     # -- dump ---------------------------------------------------------------------------------------------
 
