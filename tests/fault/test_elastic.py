@@ -257,6 +257,37 @@ def test_a_host_is_lost_and_the_other_goes_on_without_it(back: str, tmp_path: Pa
     assert differences(undisturbed / "final.pt", directory / "final.pt") == []
 
 
+@needs_hosts
+@pytest.mark.full
+@pytest.mark.parametrize("first", ["ha", "hb"])
+def test_a_host_joins_a_job_that_has_begun_without_it(first: str, tmp_path: Path, undisturbed: Path) -> None:
+    """torchrun stops the ranks for it, and starts all: the controller is the one of the first host by its name."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
+    options = ("--rdzv-conf", "join_timeout=60,last_call_timeout=2")
+    with network(tmp_path, "ha", "hb") as hosts:
+        job = HostsJob(hosts, script, first, 2, options, nnodes="1:2", LASTGASP_WARM="off")
+        job.start(first)
+        until(lambda: entered(directory, 1) == [(0, 2)] and GATES[0] in steps(directory), "it has begun", START)
+        job.start(*hosts.keys() - {first})
+        until(lambda: entered(directory, 3) == [(GATES[0], 4)], "it has all of its ranks", START)
+        for step in GATES:
+            (directory / f"go-{step}").touch()
+        assert job.codes(START) == {"ha": 0, "hb": 0}, job.output
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", GATES[0], 0), job.output
+    ends = {name: "done at step 12; 0 faults survived" in one.output for name, one in job.launchers.items()}
+    assert ends == {"ha": True, "hb": False}, job.output
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+def steps(directory: Path) -> set[int]:
+    """Those that ranks have completed."""
+    return set(used(directory)) if list(directory.glob("rank-*")) else set()
+
+
 def entered(directory: Path, rank: int) -> list[tuple[int, int]]:
     """With which step this rank has entered its training, and with how many ranks."""
     try:

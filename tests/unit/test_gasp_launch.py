@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from torch.distributed.run import get_args_parser
 
 from lastgasp.cli.run import with_defaults
 from lastgasp.connect import place_in_job
-from lastgasp.errors import ConfigError
+from lastgasp.errors import ConfigError, DeadlineExceeded
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import signin
 from lastgasp.gasp.attempt import Attempt
+from lastgasp.gasp.link import Link
 from lastgasp.gasp.observer import Observer
+from lastgasp.gasp.operator import OperatorLink
 from lastgasp.launch import attempts as attempts_module
 from lastgasp.launch import finishing
 from lastgasp.launch.agent import GaspAgent
@@ -33,6 +36,7 @@ from lastgasp.session import Contact
 from lastgasp.steps.attach import Marking, open_recorder
 from lastgasp.topology import data_parallel
 from support.fake_controller import HELLO
+from support.waiting import until
 from support.worker_group import Group, Store, begun
 
 OURS = ["--max-restarts", "32767", "--monitor-interval", "0.01"]
@@ -195,6 +199,36 @@ def test_an_agent_that_replaces_another_takes_the_others_count(late: int) -> Non
         for agent in (*agents, replaced):
             agent.close()
     assert numbers == [3, 3]
+
+
+@pytest.mark.usefixtures("own_network")
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_host_that_comes_later_reaches_the_controller(late: int) -> None:
+    """`--nnodes 1:2`: while the job has one host, nobody else reaches its controller, or knows its token."""
+    alone, newcomer = LaunchAttempts(), LaunchAttempts()
+    agents = (alone, newcomer) if late else (newcomer, alone)
+    try:
+        before = begin(alone, Group())
+        trained(before, step=5)
+        until(lambda: alone.summary("done").startswith("done at step 5"), "the controller has heard of the step")
+        told = [current.environment for current in begun(Group(group_world_size=2), *agents)]
+        assert len({(one["LASTGASP_CONTROLLER"], one["LASTGASP_TOKEN"], one["LASTGASP_ATTEMPT"]) for one in told}) == 1
+        with pytest.raises(DeadlineExceeded):
+            OperatorLink(before["LASTGASP_CONTROLLER"], before["LASTGASP_TOKEN"], seconds=0.1)
+        trained(told[1], step=3)
+        step = 5 if late else 3  # of which the launcher has heard that says how the job has ended
+        until(lambda: agents[0].summary("done") == f"done at step {step}; 0 faults survived", "it is told")
+        assert agents[1].summary("done") == ""
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def trained(environment: Mapping[str, str], step: int) -> None:
+    """A rank has completed this step in the attempt."""
+    hello = msgspec.structs.replace(HELLO, attempt=int(environment["LASTGASP_ATTEMPT"]))
+    with closing(Link(environment["LASTGASP_CONTROLLER"], environment["LASTGASP_TOKEN"], hello)) as link:
+        link.send(m.Begin(step=step, durable=0, buffer_fd=-1))
 
 
 @pytest.mark.usefixtures("own_network")

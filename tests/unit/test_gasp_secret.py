@@ -118,6 +118,22 @@ def test_without_a_secret_no_controller_listens_to_strangers(monkeypatch: pytest
         assert "LASTGASP_TOKEN_FILE" in environment[UNCOORDINATED]
 
 
+def test_nor_does_one_that_a_job_of_one_host_has_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--nnodes 1:2`: the token that its launcher had made was in the store once a second host had come."""
+    monkeypatch.setenv("LASTGASP_BIND", "127.0.0.1")
+    alone, newcomer, store = LaunchAttempts(), LaunchAttempts(), Store()
+    try:
+        token = begun(Group(), alone)[0].environment[TOKEN]
+        for current in begun(Group(group_world_size=2, store=store), alone, newcomer):
+            assert not current.environment["LASTGASP_CONTROLLER"] and TOKEN not in current.environment
+            assert "LASTGASP_TOKEN_FILE" in current.environment[UNCOORDINATED]
+        assert token.encode() not in b"".join(store.content.values())
+        assert begun(Group(), alone)[0].environment[TOKEN] != token
+    finally:
+        alone.close()
+        newcomer.close()
+
+
 def test_one_node_without_it_is_refused_and_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
     pair = first_and_second(Store(), {}, monkeypatch)

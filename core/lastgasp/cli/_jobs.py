@@ -43,7 +43,8 @@ def job_options(command: F) -> F:
         click.option(
             "--controller",
             metavar="HOST:PORT",
-            help="The job's controller, on whatever machine; token from LASTGASP_TOKEN or LASTGASP_TOKEN_FILE.",
+            help="The job's controller on another machine, as `ps --json` names it there; token from LASTGASP_TOKEN or "
+            "LASTGASP_TOKEN_FILE.",
         ),
         click.option("--job", metavar="ID", help="The job: its id, or the process id of its controller (lastgasp ps)."),
     ):

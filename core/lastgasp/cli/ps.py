@@ -28,7 +28,7 @@ EPILOG = f"""
 Examples:
   lastgasp ps
   lastgasp ps --job digits --json | jq '.jobs[].ranks[] | select(.state == "dead")'
-  LASTGASP_TOKEN=... lastgasp ps --controller 10.0.0.1:29400
+  LASTGASP_TOKEN=... lastgasp ps --controller 10.0.0.1:41327
 
 \b
 Exit codes:

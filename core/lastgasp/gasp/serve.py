@@ -64,10 +64,16 @@ def new_token() -> str:
 
 
 class ControllerThread:
-    """The controller inside the launcher: one daemon thread with its own event loop."""
+    """The controller inside the launcher: one daemon thread with its own event loop.
 
-    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+    Args:
+        token, host, port: as the `Controller`'s; tally: where it counts on.
+    """
+
+    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, tally: narration.Tally | None = None):
         self._controller = Controller(token, host, port)
+        if tally is not None:
+            self._controller.incidents.tally = tally
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lastgasp-controller", daemon=True)
         self._thread.start()

@@ -25,6 +25,7 @@ from lastgasp.launch.lastword import LastWord, last_word
 from lastgasp.launch.notice import Notice
 from lastgasp.launch.restarts import Completed
 from lastgasp.launch.stores import own_address
+from lastgasp.narration import Tally
 from lastgasp.topology import UNNAMED
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class LaunchAttempts:
 
     def __init__(self) -> None:
         self._controller: ControllerThread | None = None
+        self._for_all, self._tally = False, Tally()
+        """Whether the other hosts can reach the controller; what it counts goes on with the next one of this host."""
         self._started, self._job, self._since_ns = 0, "", _clock.wall_ns()
         self._keeper: BufferKeeper | None = None
         self._notice: Notice | None = None
@@ -223,12 +226,15 @@ class LaunchAttempts:
         Only `lastgasp run` is refused: any other job can run without a controller.
         """
         secret, why, job = Secret(), "", self._name(run_id)
+        if size > 1 and not self._for_all:  # the job has grown: it listens on this host alone, for a token made here
+            self._stop_controller()
         try:
             if size > 1:
                 secret = Secret.from_environment(self._given)
                 why = f"this job spans several nodes and they share no secret. {REMEDY}" if secret.missing else ""
             if not why and self._controller is None:
-                self._controller, why = _start(store, size, secret.token or new_token())
+                self._controller, why = _start(store, size, secret.token or new_token(), self._tally)
+                self._for_all = size > 1
         except LastgaspError as error:
             if ours() or size == 1:
                 raise
@@ -257,6 +263,7 @@ class LaunchAttempts:
         else:
             notice = self._notice
         if group.group_rank != 0:
+            self._stop_controller()  # another host has become the first one
             self._keep_buffers(notice)
         self._started = notice.attempt + 1
         controller = self._controller if group.group_rank == 0 else None
@@ -264,6 +271,11 @@ class LaunchAttempts:
         current.keeper = self._keeper if group.group_rank != 0 else None
         current.environment = current.desk.environment | notice.environment
         return current
+
+    def _stop_controller(self) -> None:
+        if self._controller is not None:
+            self._controller.stop()
+            self._controller = None
 
     def export(self, variables: Mapping[str, str]) -> None:
         """Set what this process's children are to inherit, until `close`."""
@@ -339,8 +351,7 @@ class LaunchAttempts:
         if self._keeper is not None:
             self._keeper.close()
         self.end_attempt()
-        if self._controller is not None:
-            self._controller.stop()
+        self._stop_controller()
         self._take_back()
         return self.last_word.ending
 
@@ -360,8 +371,8 @@ def _ordered() -> bool:
     return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") != "1"
 
 
-def _start(store: Any, size: int, token: str) -> tuple[ControllerThread | None, str]:
-    """The controller; None with the reason where the other nodes could not reach it.
+def _start(store: Any, size: int, token: str, tally: Tally) -> tuple[ControllerThread | None, str]:
+    """The controller, which counts on in `tally`; None with the reason where the other nodes could not reach it.
 
     Raises:
         ConfigError: LASTGASP_BIND, or the TLS files.
@@ -373,7 +384,7 @@ def _start(store: Any, size: int, token: str) -> tuple[ControllerThread | None, 
             "set LASTGASP_BIND there to its address on the training network"
         )
     try:
-        return ControllerThread(token, host), ""
+        return ControllerThread(token, host, tally=tally), ""
     except OSError as error:
         remedy = f"{error.strerror or error}. Leave it out, or set it on each node to its own address."
         raise ConfigError("LASTGASP_BIND", host, "an address of this node", remedy) from error
