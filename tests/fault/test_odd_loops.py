@@ -20,6 +20,7 @@ SCRIPT = SUPPORT / "train_odd.py"
 NOTED = {
     "refreshes": ("saved", "rank 1 ended inside a step that the others completed"),
     "replaces": ("saved", "an optimizer (SGD) that is not in TorchState trains its model"),
+    "spreads": ("gave_up", "optimizers hold on one rank what they do not hold on the others"),
     "unfreezes": ("gave_up", "2 parameters are trained that were frozen when DDP was made"),
 }
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,21 @@ DIES = 5
 """Completed steps when rank 1 dies, in the body of the next one."""
 
 
+class Spread(torch.optim.SGD):
+    """Each rank updates every second parameter and sends it to the other one, as Muon was published."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As torch's."""
+        rank, parameters = dist.get_rank(), self.param_groups[0]["params"]
+        gradients = [p.grad for p in parameters]
+        for index, p in enumerate(parameters):
+            p.grad = gradients[index] if index % 2 == rank else None
+        super().step()
+        for index, p in enumerate(parameters):
+            p.grad = gradients[index]
+            dist.broadcast(p.detach(), index % 2)
+
+
 def main() -> None:
     """Ten steps."""
     what, directory = sys.argv[1], Path(sys.argv[2])
@@ -29,7 +45,7 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     net[0].requires_grad_(what != "unfreezes")
     model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = (Spread if what == "spreads" else torch.optim.SGD)(net.parameters(), lr=0.1, momentum=0.9)
     data = torch.randn(10, 2, 4, generator=torch.Generator().manual_seed(rank))
     with Session.open(directory, state=TorchState(model, optimizer), every=4) as s:
         for batch in s.batches(data):

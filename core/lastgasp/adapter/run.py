@@ -215,15 +215,18 @@ class AdapterRun:
                 "resumes what the other saves. End one of them, or give each a directory of its own"
             )
 
-    def compare_again(self) -> bool:
+    def compare_again(self, digests: Callable[[], Digests] | None = None) -> bool:
         """Ranks that were alike may not be so any more: compare them once more. All ranks call it together.
+
+        Args:
+            digests: of what may differ by now; default: as when training began.
 
         Returns:
             Whether they still are.
         """
         assert self._training is not None, "bind() comes before"
-        if self.alike:
-            self.alike = self.session.compare_replicas(self._training.digests)
+        if self.alike:  # where they cannot be asked, one has just died, and they compare when they are back
+            self.alike = self.session.compare_replicas(digests or self._training.digests, alike_before=True)
         return self.alike
 
     def enter_again(self, training: Training, step: int, durable: int, users_handler: Any) -> None:

@@ -19,7 +19,7 @@ from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
-from lastgasp.pytorch.loop.outside import Unreduced
+from lastgasp.pytorch.loop.outside import ReplicaWatch, watch_replicas
 from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
 from lastgasp.pytorch.loop.record import buffers_of
@@ -87,12 +87,12 @@ __all__ = [
     "PrefetchedPosition",
     "QueuedWork",
     "Range",
+    "ReplicaWatch",
     "Sink",
     "StagedGasp",
     "Step",
     "StepRanges",
     "TorchState",
-    "Unreduced",
     "Unsaved",
     "UnsavedData",
     "UnsavedOptimizers",
@@ -137,6 +137,7 @@ __all__ = [
     "stage",
     "users_parts",
     "values_of",
+    "watch_replicas",
     "with_added",
     "with_assignment",
     "without_buffers",

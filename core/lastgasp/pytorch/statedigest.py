@@ -30,6 +30,20 @@ def digests_of(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) -
     return found | {name: digest(held(optimizer, known)) for name, optimizer in optimizers.items()}
 
 
+def state_digest(optimizers: Iterable[Any]) -> bytes:
+    """Digest of what optimizers hold besides parameters, and for which of them."""
+    return digest(_states(optimizers))
+
+
+def _states(optimizers: Iterable[Any]) -> Iterator[Any]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if state := optimizer.state.get(parameter):
+                    yield index
+                    yield from leaves(state)
+
+
 def held(optimizer: Any, known: set[int]) -> Iterator[Any]:
     """The parameters of a torch optimizer, but those whose `id` is in `known`, and the state of each, in order."""
     for group in optimizer.param_groups:

@@ -23,7 +23,7 @@ from lastgasp.adapter.torch import (
     WORKERS,
     AuxRecorder,
     GaspSource,
-    Unreduced,
+    ReplicaWatch,
     Unsaved,
     UnsavedData,
     UnsavedOptimizers,
@@ -234,7 +234,9 @@ class LightningRun(Training):
         if self._again_here.enters:
             self._again_here.ready()
         self.mark_step = partial(self._first_step, self.mark_step)
-        self._unreduced = Unreduced([strategy.model], life.compare_again, self.session.note)
+        optimizers = self.trainer.optimizers if self.shards is None else ()
+        self._replicas = ReplicaWatch([strategy.model], optimizers, life.compare_again, self.session.note)
+        life.on_close(self._replicas.remove)
         life.bind(self)
         self.elastic.mark(step)
         self.session.status.elastic = self._again_here.elastic()
@@ -262,7 +264,7 @@ class LightningRun(Training):
         self.mark_step(step)
         snapshot = self.state.snapshot
         if snapshot is not None:
-            self._unreduced.step_over(snapshot.flags[0])
+            self._replicas.step_over(snapshot.flags[0])
 
     def validating(self) -> None:
         """A batch of a validation begins; by then it has the weights that it is to have."""

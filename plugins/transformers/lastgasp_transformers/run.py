@@ -205,6 +205,7 @@ class Run:
             session.recorder.set_groups(shared.process_groups())
             session.recorder.set_device_rows(marks.device_rows)
         self._replace(trainer.accelerator, "backward", self._around_backward)
+        self._replicas = shared.watch_replicas(training.state, core)
         core.bind(training)
         users = signal.getsignal(signal.SIGTERM)
         self._offer(core)
@@ -239,6 +240,7 @@ class Run:
             step = training.completed((grad_norm, learning_rate))
             self.session.step_completed(step)
             self.marks.step_end(step)
+            self._replicas.step_over(training.trained)
         elif grad_norm is None:  # the end of an epoch, at which a resumed run stood
             grad_norm, learning_rate = training.last
         if self._trainer.control.should_evaluate:

@@ -186,6 +186,12 @@ class Training(adapter.Training):
         self.phase = ""
         return self.step
 
+    @property
+    def trained(self) -> bytes:
+        """Which parameters were at the end of the last step (`Flags.take`)."""
+        flags: tuple[bytes, ...] = self._boundary["torch"].flags
+        return flags[0]
+
     def evaluates(self) -> None:
         """An evaluation is due, which may put other weights into the model."""
         self._moving.aside()

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
-from lastgasp.pytorch.loop.parts import ddp_of
+from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.statedigest import state_digest
 from lastgasp.pytorch.zero import inside
 
 log = logging.getLogger("lastgasp")
@@ -138,20 +140,45 @@ def require_held(state: TorchState) -> None:
         )
 
 
-class Unreduced:
-    """Parameters that are trained, and whose gradients DDP does not average: they were frozen when it was made.
+class ReplicaWatch:
+    """Has ranks compare once more what they hold, where training may have made replicas differ.
+
+    Optimizers make their state in the first update, and some keep that of a parameter on one rank only (Muon as it was
+    published). Parameters that were frozen when DDP was made are trained later, and DDP does not average their
+    gradients.
 
     Args:
         models: those that are trained; of others than DDP's nothing is known.
-        compare: have all ranks compare what they hold, and return whether it is the same; all of them call it at the
-            end of the same step.
+        optimizers: each is followed until it has made an update; of sharded models none.
+        compare: have all ranks compare what they hold, or what the given function says of it, and return whether it is
+            the same; all of them call it at the end of the same step.
         note: reports what people must know (`Session.note`).
+        uneven: ranks may come to different numbers of steps now, so that they cannot compare.
     """
 
-    def __init__(self, models: Iterable[Any], compare: Callable[[], bool], note: Callable[[str], object]) -> None:
-        self._compare, self._note = compare, note
+    def __init__(
+        self,
+        models: Iterable[Any],
+        optimizers: Iterable[Any],
+        compare: Callable[..., bool],
+        note: Callable[[str], object],
+        uneven: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._compare, self._note, self._uneven = compare, note, uneven
         self._models = [found for model in models if (found := ddp_of(model)) is not None]
-        self._before, self._missing = b"", 0
+        self._optimizers = list(optimizers)
+        self._before, self._missing, self._trained = b"", 0, 0
+        self._updated: set[int] = set()
+        self._handles = {id(one): one.register_step_post_hook(self._first) for one in self._optimizers}
+        self._made = False
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+    def _first(self, optimizer: Any, *_: object) -> None:
+        self._updated.add(id(optimizer))
 
     def step_over(self, frozen: bytes) -> None:
         """A step is complete.
@@ -165,9 +192,37 @@ class Unreduced:
                            "average their gradients: each rank trains a model of its own. Unfreeze them before DDP is "
                            "made")  # fmt: skip
             self._missing = 0
-        elif frozen != self._before:
-            self._before = frozen
+        if self._updated or self._made:
+            self._states()
+        if frozen != self._before:
+            self._made, self._before = self._more(frozen), frozen
             self._missing = sum(map(_unreduced, self._models))
+
+    def _more(self, frozen: bytes) -> bool:
+        """Whether parameters are trained that were not before: optimizers make a state for them."""
+        trained, known = int.from_bytes(frozen, "little"), self._trained
+        self._trained |= trained
+        return bool(known and trained & ~known)
+
+    def _states(self) -> None:
+        for updated in self._updated:
+            self._handles.pop(updated).remove()
+        self._updated.clear()
+        self._made = False
+        if self._uneven():
+            return
+        if not self._compare(lambda: {"optimizer state": state_digest(self._optimizers)}):
+            self._note("optimizers hold on one rank what they do not hold on the others (an optimizer that divides its "
+                       "work among the ranks?): no rank can save for all. Use fully_shard, or "
+                       "ZeroRedundancyOptimizer, with an optimizer that knows nothing of other ranks")  # fmt: skip
+
+
+def watch_replicas(state: TorchState, life: Any) -> ReplicaWatch:
+    """The `ReplicaWatch` of a `TorchState`, until the run (`AdapterRun`) ends."""
+    optimizers, uneven = () if state.sharded else state.optimizers.values(), partial(under_join, state)
+    found = ReplicaWatch(state.models.values(), optimizers, life.compare_again, life.session.note, uneven)
+    life.on_close(found.remove)
+    return found
 
 
 class UnseenUpdates:

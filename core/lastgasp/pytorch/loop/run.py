@@ -35,7 +35,7 @@ from lastgasp.pytorch.loop.inexact import LATE, Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
-from lastgasp.pytorch.loop.outside import OtherOptimizers, Unreduced, UnseenUpdates, require_held
+from lastgasp.pytorch.loop.outside import OtherOptimizers, UnseenUpdates, require_held, watch_replicas
 from lastgasp.pytorch.loop.periodic import Joined, Periodic
 from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
@@ -157,7 +157,7 @@ class Run:
         life.on_close(self.update.remove)
         life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
         self._unseen = UnseenUpdates(state, self.engine.note)
-        self._unreduced = Unreduced(state.models.values(), life.compare_again, self.engine.note)
+        self._replicas = watch_replicas(state, life)
         self.not_saved = NotSaved(state, self._again_here.kept, self.engine.note)
         self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
@@ -301,7 +301,7 @@ class Run:
         self.update.close(since)
         self.engine.step_completed(step)
         self._again_here.forget()
-        self._unreduced.step_over(self._snapshot.flags[0])
+        self._replicas.step_over(self._snapshot.flags[0])
 
     def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> Since:
         """Record the auxiliary state; `at_end`: not settled, but nothing of the step is to come any more.

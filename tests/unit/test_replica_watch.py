@@ -1,0 +1,81 @@
+"""`ReplicaWatch`: ranks compare what optimizers hold once it has come into being, and not in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from lastgasp.pytorch.loop.outside import ReplicaWatch
+
+Digests = Callable[[], Mapping[str, bytes]]
+
+
+class Rank:
+    """One of two: `own` says which parameters its optimizer updates."""
+
+    def __init__(self, *own: int) -> None:
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.parameters = list(self.net.parameters())
+        self.optimizer, self.own = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9), own
+        self.asked: list[Mapping[str, bytes]] = []
+        self.notes: list[str] = []
+        self.alike = self.uneven = False
+        self.watch = ReplicaWatch([], [self.optimizer], self._compare, self.notes.append, lambda: self.uneven)
+
+    def _compare(self, digests: Digests) -> bool:
+        self.asked.append(digests())
+        return self.alike
+
+    def step(self, trained: bytes = b"\1\1\1\1") -> None:
+        """One step of a loop."""
+        for index in self.own:
+            self.parameters[index].grad = torch.ones_like(self.parameters[index])
+        self.optimizer.step()
+        self.watch.step_over(trained)
+
+
+def test_equal_states_are_compared_once() -> None:
+    ranks = Rank(0, 1, 2, 3), Rank(0, 1, 2, 3)
+    for rank in ranks:
+        rank.alike = True
+        rank.watch.step_over(b"\1\1\1\1")  # a GradScaler skipped the update
+        assert not rank.asked
+        for _ in range(3):
+            rank.step()
+    assert ranks[0].asked == ranks[1].asked and len(ranks[0].asked) == 1
+    assert not ranks[0].notes
+    assert not ranks[0].optimizer._optimizer_step_post_hooks
+
+
+def test_states_of_other_parameters_differ_though_they_look_alike() -> None:
+    ranks = Rank(0, 1), Rank(2, 3)
+    for rank in ranks:
+        rank.step()
+    assert ranks[0].asked != ranks[1].asked
+    assert ["hold on one rank" in note for note in ranks[0].notes] == [True]
+
+
+def test_a_rank_that_has_no_state_is_asked_as_well() -> None:
+    rank = Rank()
+    rank.step()
+    assert len(rank.asked) == 1
+
+
+def test_parameters_that_are_trained_later_are_compared_once() -> None:
+    rank = Rank(0, 1, 2, 3)
+    frozen, trained = b"\0\0\1\1", b"\1\1\1\1"
+    for row in (frozen, frozen, trained, trained, frozen, trained, trained):
+        rank.step(row)
+    assert len(rank.asked) == 2
+
+
+def test_nothing_is_compared_where_ranks_come_to_different_steps_or_it_is_over() -> None:
+    joined, over = Rank(0), Rank(0)
+    joined.uneven = True
+    over.watch.remove()
+    for rank in (joined, over):
+        rank.step()
+        assert not rank.asked
