@@ -12,7 +12,7 @@ import pytest
 from lastgasp.adapter import ManifestWriter
 from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN, decode_aux
 from lastgasp.checkpoint import candidates, verify
-from lastgasp.errors import ConfigError, ControlError
+from lastgasp.errors import ControlError
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Gather, Layout
 from lastgasp.topology import Place, data_parallel
@@ -267,14 +267,27 @@ def test_the_guides_layouts(tmp_path: Path, guide: str, again: int) -> None:
     assert sorted(finished) == [0, 1]
 
 
-def test_ranks_whose_files_nobody_can_put_together_are_refused_at_the_first_start(tmp_path: Path) -> None:
-    def body(rank: int, manifests: Manifests) -> str:
-        monitor = ModelCheckpoint("net", tmp_path / ("one", "other")[rank])
-        with pytest.raises(ConfigError, match="directory and prefix of ModelCheckpoint") as caught:
-            searched([monitor], rank, manifests._gather)
-        return str(caught.value)
+def test_files_that_nobody_can_put_together_get_no_manifest_and_are_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Directories with a time stamp that each rank takes by itself."""
 
-    assert all("one/net" in text and "other/net" in text for text in Ranks().run(body))
+    def body(rank: int, manifests: Manifests) -> Any:
+        both = [ModelCheckpoint("net", tmp_path / ("one", "other")[rank]), ModelCheckpoint("b", tmp_path / "b")]
+        found = searched(both, rank, manifests._gather)
+        manifests.bind(both)
+        for monitor in both:
+            monitor.save(2, "1_2")
+        manifests.step_end(2)
+        return found
+
+    first, second = Ranks().run(body)
+    assert first == second
+    places, apart = first
+    assert {directory for directory, _ in places} == {tmp_path / "b"}
+    assert apart == {(str(tmp_path / name), "net") for name in ("one", "other")}
+    assert [path.parent.name for path in tmp_path.glob("*/*.manifest.json")] == ["b"]
+    assert caplog.text.count("under other names on each rank") == 1 and "one/net" in caplog.text
 
 
 def test_all_ranks_look_where_only_one_saves(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lastgasp.adapter import (
 from lastgasp.adapter.checkpoint import remove_orphans
 from lastgasp.adapter.files import write_atomically
 from lastgasp.adapter.mindspore import ITERATIONS, encode_aux, rank_of
-from lastgasp_mindformers.monitors import Monitor, Saved, is_monitor, is_partial, places_of, told_by_all
+from lastgasp_mindformers.monitors import Monitor, Saved, Unpaired, is_monitor, is_partial, places_of, told_by_all
 
 log = logging.getLogger("lastgasp")
 
@@ -71,7 +71,6 @@ class Manifests(NativeManifests):
 
         Raises:
             DeadlineExceeded, ControlError: the ranks could not agree.
-            ConfigError: files of the ranks that could not be recognised as one checkpoint later.
         """
         saving = [callback for callback in callbacks if is_monitor(callback)]
         whole = [callback for callback in saving if not is_partial(callback)]
@@ -81,9 +80,15 @@ class Manifests(NativeManifests):
         told = told_by_all(self._monitors, self._gather)
         self._together = len({len(each) for each in told}) == 1
         if self._together:
-            for monitor, place, number in zip(self._monitors, places_of(told), itertools.count()):
+            found, self._monitors = list(zip(self._monitors, places_of(told), itertools.count())), []
+            for monitor, place, number in found:
+                if isinstance(place, Unpaired):
+                    if self.place.rank == 0:
+                        log.warning("%s", place)
+                    continue
                 monitor.align(max(each[number].again for each in told))
                 monitor.place = place
+                self._monitors.append(monitor)
         for monitor in self._monitors:
             if monitor.by_time and self.place.world_size > 1:
                 log.warning("checkpoints get no manifest: save_checkpoint_seconds lets ranks save at different steps")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from lastgasp.adapter import ConfigError, Gather, Layout, NativeSave
+from lastgasp.adapter import Gather, Layout, NativeSave
 from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, PLAIN, SavePlace, layout_of, place_of_callback
 from lastgasp_mindformers.tracker import read_tracker
 
@@ -188,25 +188,34 @@ def told_by_all(monitors: Sequence[Monitor], gather: Gather) -> list[list[Told]]
     return [_TOLD.decode(payload) for payload in gather("manifests/monitors", mine)]
 
 
-def places_of(told: Sequence[Sequence[Told]]) -> list[SavePlace | None]:
-    """Where each ModelCheckpoint saves, on all ranks alike; None where only a save shows that. Needs as many on each.
-
-    Raises:
-        ConfigError: files of the ranks that could not be recognised as one checkpoint later.
-    """
+def places_of(told: Sequence[Sequence[Told]]) -> list[SavePlace | Unpaired | None]:
+    """Where each ModelCheckpoint saves, on all ranks; None where only a save shows that. Needs as many on each."""
     return [_place_of([rank[number] for rank in told]) for number in range(len(told[0]))]
 
 
-def _place_of(told: Sequence[Told]) -> SavePlace | None:
+@dataclass(frozen=True)
+class Unpaired:
+    """No rank could recognise which files of the others belong to its own.
+
+    Attributes:
+        few: some of the ranks' places, for people.
+    """
+
+    few: str
+
+    def __str__(self) -> str:
+        return (
+            f"a ModelCheckpoint saves under other names on each rank ({self.few}), so no rank can tell which files of "
+            "the others belong to its own: they get no manifest, and a start leaves them alone. Have directory and "
+            "prefix be the same on all ranks but for the rank's number, in the last folder's name and in the prefix"
+        )
+
+
+def _place_of(told: Sequence[Told]) -> SavePlace | Unpaired | None:
     if not all(each.directory for each in told):
         return None
     found = place_of_callback([Path(each.directory) for each in told], [each.prefix for each in told])
-    if found is None:
-        few = ", ".join(f"{each.directory}/{each.prefix}" for each in told[:3])
-        allowed = "the same on all ranks but for the rank's number, in the last folder's name and in the prefix"
-        remedy = "No rank could recognise which files of the others belong to its own: change it, or LASTGASP=0."
-        raise ConfigError("directory and prefix of ModelCheckpoint", few, allowed, remedy)
-    return found
+    return found or Unpaired(", ".join(f"{each.directory}/{each.prefix}" for each in told[:3]))
 
 
 def searched(
@@ -218,7 +227,7 @@ def searched(
         These, and directories and prefixes of those that save no checkpoints.
 
     Raises:
-        ConfigError: as `places_of`; DeadlineExceeded, ControlError: the ranks could not agree.
+        DeadlineExceeded, ControlError: the ranks could not agree.
     """
     monitors = [Monitor(callback, rank) for callback in callbacks if is_monitor(callback)]
     all_told = told_by_all(monitors, gather)
@@ -231,8 +240,11 @@ def searched(
         )
     found: list[tuple[Path, Layout]] = []
     if len({len(each) for each in told}) == 1:
-        for place in filter(None, places_of(told)):
-            found += [(place.directory, place.layout)]
+        for number, place in enumerate(places_of(told)):
+            if isinstance(place, Unpaired):
+                apart |= {(os.path.realpath(one[number].directory), one[number].prefix) for one in told}
+            elif place is not None:
+                found += [(place.directory, place.layout)]
     else:  # some ranks save for all
         found += [
             (_without_rank(Path(each.directory)), PLAIN) for rank_told in told for each in rank_told if each.directory
