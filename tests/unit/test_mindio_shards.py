@@ -315,6 +315,32 @@ def test_each_call_for_the_same_ranks_has_a_name_of_its_own() -> None:
     assert found[3] == found[2].replace("call0-1", "call2-0") and other != found[3] and other.endswith("-call2-0")
 
 
+def saver_of(folder: Path, handlers: Handlers) -> Saver:
+    """Of a job's only rank."""
+    config = GaspConfig.resolve(folder, finish_timeout=0.5, save_timeout=60)
+    writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
+    return Saver(0, groups_of([[entry([0], 1)]]), (0,), handlers, config, LAYOUT, writer, RankStatus())
+
+
+@pytest.mark.parametrize(("broken", "cleaned"), [("clean", 1), ("clean", None), ("stop", 0)])
+def test_a_rank_that_is_not_clean_saves_at_no_later_order(
+    broken: str, cleaned: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine orders a save that failed once more; another holder is asked then."""
+    called: list[str] = []
+    handlers = Handlers()
+    handlers.register("save_ckpt", lambda *_: called.append("save"), None)
+    handlers.register("stop", lambda *_: called.append("stop") or 1 // (broken != "stop"), None)
+    handlers.register("clean", lambda *_: called.append("clean") or cleaned, None)
+    monkeypatch.setenv(settings.STOP_CLEAN, "1")
+    saver = saver_of(tmp_path, handlers)
+    saver.parked.set()
+    for _ in range(2):
+        with pytest.raises((NotSaveable, ZeroDivisionError)):
+            saver.save_together(4, ((0,),), "")
+    assert called == (["stop"] if broken == "stop" else ["stop", "clean"])
+
+
 def test_a_call_that_waits_for_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     """Its thread is inside of torch's rendezvous, which no stop ends: another holder is to save, and soon."""
     store, inside = HashStore(), threading.Event()
@@ -327,9 +353,7 @@ def test_a_call_that_waits_for_a_rank_that_is_gone_is_not_waited_for(tmp_path: P
     handlers, stops = Handlers(), []
     handlers.register("save_ckpt", save, None)
     handlers.register("stop", lambda *_: stops.append(1), None)
-    config = GaspConfig.resolve(tmp_path, finish_timeout=0.5, save_timeout=60)
-    writer = ManifestWriter("mindio", Place(rank=0, world_size=1, replicas=data_parallel(1)))
-    saver = Saver(0, groups_of([[entry([0], 1)]]), (0,), handlers, config, LAYOUT, writer, RankStatus())
+    saver = saver_of(tmp_path, handlers)
     saver.stopped = True
     first = threading.Thread(target=saver.save_together, args=(1, ((0,),), ""))
     first.start()

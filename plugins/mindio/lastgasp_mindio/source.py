@@ -46,6 +46,7 @@ class Saver:
         parked: the training thread has left the training function, and waits for the end of the recovery.
         stopped: a stop was ordered here, so that the training thread raises.
         cleaned: what the clean handler has returned.
+        unclean: what the stop or the clean handler has raised: this rank saves nothing any more.
         call_groups: process groups that the save handler has made.
     """
 
@@ -60,6 +61,7 @@ class Saver:
     parked: threading.Event = field(default_factory=threading.Event)
     stopped: bool = False
     cleaned: int = 0
+    unclean: BaseException | None = None
     buffer_fd: int = -1
     call_groups: CallGroups = field(default_factory=CallGroups)
     _turn: threading.Lock = field(default_factory=threading.Lock)
@@ -91,6 +93,8 @@ class Saver:
         with device.current():
             self._take_turn()
             try:
+                if self.unclean is not None:
+                    raise self.unclean
                 if settings.stop_before_dump():
                     self.stop_and_clean(False)
                 faults.fire_at("gasp_save", step)
@@ -129,11 +133,15 @@ class Saver:
         if self.stopped:
             return
         self.stopped = True
-        self.handlers.stop()
-        if not self._left():
-            log.warning("rank %d: the training thread has not left its collective in %g s after the stop; the next "
-                        "handler is called nevertheless", self.rank, self.config.finish_timeout)  # fmt: skip
-        self.cleaned = self.handlers.clean(memory_failed)
+        try:
+            self.handlers.stop()
+            if not self._left():
+                log.warning("rank %d: the training thread has not left its collective in %g s after the stop; the next "
+                            "handler is called nevertheless", self.rank, self.config.finish_timeout)  # fmt: skip
+            self.cleaned = self.handlers.clean(memory_failed)
+        except BaseException as error:
+            self.unclean = error
+            raise
 
     def _left(self) -> bool:
         """Wait until the training thread waits for the end of the recovery."""

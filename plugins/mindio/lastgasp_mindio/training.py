@@ -206,7 +206,7 @@ class Protection:
                 tell_replacements(self._infos)
             found = Protection(place, self._infos, self._handlers, self._classifier, self._wishes, seats)
             durable = again.step if again.saved else status.durable
-            found._users_handler = self._users_handler
+            found._users_handler, found.saver.unclean = self._users_handler, self.saver.unclean
             if self._between is not None:
                 self._between.step_aside()
             if not taken:
