@@ -130,7 +130,7 @@ def test_the_only_checkpoint_stays_until_the_next_one_is_written(
     mended = Then(5, lambda: monkeypatch.setattr(_fs.Disk, "create", create))
     fit(tmp_path, Then(5, read_only), keep=1)
     assert steps_that_verify(tmp_path) == [4]
-    assert "step=4.ckpt stays until another checkpoint is written" in caplog.text
+    assert "step=4.ckpt stays until another one is written" in caplog.text
     mended.action()
     fit(tmp_path / "again", Then(3, read_only), mended, keep=1)
     assert steps_that_verify(tmp_path / "again") == [8], "2 was to go for 4, and went once 6 was there"
@@ -164,6 +164,36 @@ def test_a_disk_with_room_for_two_goes_on_with_the_newest(
     monkeypatch.setattr(_fs.Disk, "create", with_room_for_two)
     fit(tmp_path, Ascending(), best(), keep=0)
     assert steps_that_verify(tmp_path)[-1] == 8
+
+
+class Scores(Callback):
+    """A metric for ModelCheckpoint, by steps."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        pl_module.log("score", {2: 1.0, 4: 2.0, 6: 3.0, 8: 4.0}.get(trainer.global_step, 0.0))
+
+
+@pytest.mark.parametrize("last", [True, None], ids=["its last one", "another ModelCheckpoint's"])
+def test_the_best_checkpoint_stays_until_the_next_best_is_written(
+    last: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer ones that are not for the best take nobody's place."""
+    create, seen = _fs.Disk.create, list[set[str]]()
+
+    def refuse(self: _fs.Disk, path: Path, **options: Any) -> int:
+        if path.name.startswith(".best-step=4"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, path, **options)
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            seen.append({path.name for path in tmp_path.glob("best*.ckpt")})
+
+    monkeypatch.setattr(_fs.Disk, "create", refuse)
+    of_scores = ModelCheckpoint(tmp_path, "best-{step}", "score", mode="max", every_n_train_steps=2, save_last=last)
+    fit(tmp_path, Scores(), of_scores, Look(), keep=1)
+    assert seen[3] == seen[4] == seen[5] == {"best-step=2.ckpt"}
+    assert {path.name for path in tmp_path.glob("best*.ckpt")} == {"best-step=8.ckpt"}
 
 
 def test_weights_alone_take_no_checkpoints_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

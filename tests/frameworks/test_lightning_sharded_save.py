@@ -68,7 +68,7 @@ def test_a_save_behind_the_controllers_death_costs_that_checkpoint(
 ) -> None:
     job = Job(tmp_path)
     first = job.save(100)
-    assert (job.steps(), job.io.failed) == ([100], False)
+    assert (job.steps(), job.io.failed) == ([100], None)
     job.led = False
     job.save(200)
     assert "the controller was lost while the ranks agreed" in caplog.text
@@ -76,4 +76,4 @@ def test_a_save_behind_the_controllers_death_costs_that_checkpoint(
     assert [path.name for path in tmp_path.iterdir() if "200" in path.name] == []
     job.io.remove_checkpoint(first)  # by ModelCheckpoint, which takes 200 for written
     assert job.steps() == [100]
-    assert "step=100.ckpt stays until another checkpoint is written" in caplog.text
+    assert "step=100.ckpt stays until another one is written" in caplog.text

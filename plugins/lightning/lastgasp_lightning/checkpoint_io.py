@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, RankStatus
@@ -22,6 +24,9 @@ log = logging.getLogger("lastgasp")
 LAYOUT, SHARDED = SingleFile(".ckpt"), DirectoryLayout("*.ckpt")
 """Of checkpoints that one rank writes, and of those that each rank writes a part of."""
 
+_Saver = tuple[str, int]
+"""Of a ModelCheckpoint: its key, and 0 for its best ones, 1 for its last one."""
+
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
     """Replaces Lightning's TorchCheckpointIO; remote paths go to the original.
@@ -32,12 +37,14 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         folders: where a resume looks; a checkpoint saved there makes its step durable.
 
     Attributes:
-        failed: the last save did, so the newest stays that ModelCheckpoint removes for it.
+        callbacks: among them each ModelCheckpoint that saves.
+        failed: what the last save did not write, so that the newest, and the only one that its ModelCheckpoint has
+            left, stay although it removes them; None where it did.
         newest: of those that a resume may begin with (True), and of the others; what an earlier attempt left, once it
             is loaded.
     """
 
-    failed = False
+    failed: Path | None = None
     _apart = False  # a wrapper saves on a thread of its own: what failed is no longer the newest
 
     def __init__(
@@ -52,7 +59,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self._folders = [folder.absolute() for folder in folders]
         self._durable: Path | None = None
         self.newest = dict[bool, Path]()
-        self._later = set[Path]()  # to be removed once there is a newer one
+        self.callbacks: Sequence[Any] = ()
+        self._later = dict[Path, _Saver | None]()  # to be removed once there is a newer one, and this one has saved
         self._restore: Any = lambda: None
 
     @classmethod
@@ -74,6 +82,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
                 type(original).__name__,
             )
             return ours
+        ours.callbacks = trainer.callbacks
         ours._apart = owner is not trainer.strategy
         setattr(owner, name, ours)
         ours._restore = lambda: setattr(owner, name, original)
@@ -98,7 +107,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             self._write(checkpoint, target)
         except OSError as error:
             log.error("checkpoint %s could not be written (%s): training continues; older ones remain", target, error)
-            self.failed = True
+            self.failed = target
             return
         finally:
             self._status.progress("data")
@@ -107,13 +116,26 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def saved(self, target: Path, step: int, whole: bool) -> None:
         """A checkpoint of `step` is in place; `whole`: a resume may begin with it."""
-        self.failed, self.newest[whole] = False, _located(target)
+        located = _located(target)
+        self.failed, self.newest[whole] = None, located
         if whole and target.parent in self._folders:
             self._status.durable, self._durable = max(self._status.durable, step), target
-        self._later.discard(_located(target))
-        for path in self._later.difference(self.newest.values()):
-            self._later.discard(path)
+        self._later.pop(located, None)
+        saver, _ = self._saver_of(located)
+        self._later = {path: None if due == saver else due for path, due in self._later.items()}
+        for path in {path for path, due in self._later.items() if due is None}.difference(self.newest.values()):
+            del self._later[path]
             self.remove_checkpoint(path)
+
+    def _saver_of(self, located: Path) -> tuple[_Saver | None, set[Path]]:
+        """Which ModelCheckpoint saves under this name, as its best ones or its last one, and all names of these."""
+        for callback in self.callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                best = {*callback.best_k_models, callback.best_model_path}
+                for number, names in enumerate((best, {callback.last_model_path})):
+                    if located in (found := {_located(Path(name)) for name in names if name}):
+                        return (callback.state_key, number), found
+        return None, set()
 
     def _write(self, checkpoint: dict[str, Any], target: Path) -> None:
         moved = partial(self._status.progress, "save")
@@ -142,13 +164,18 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return found
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove data, then manifest; not yet where this is the newest, as the save that was to replace it failed."""
+        """Remove data, then manifest; not yet where the save that was to replace it failed, and this is the newest, or
+        the only one left of its ModelCheckpoint's.
+        """
         target, newest = _located(Path(path)), self.newest.values()
-        failed = self.failed and not self._apart and not is_remote(path)
-        if failed and target.exists() and (not newest or target in newest):
-            log.warning("%s stays until another checkpoint is written: the one that was to replace it was not", path)
-            self._later.add(target)
-            return
+        if self.failed is not None and not self._apart and not is_remote(path) and target.exists():
+            saver, known = self._saver_of(_located(self.failed))
+            if any(other.exists() for other in known - {target}):
+                saver = None
+            if saver is not None or not newest or target in newest:
+                log.warning("%s stays until another one is written: the one that was to replace it was not", path)
+                self._later[target] = saver
+                return
         self._original.remove_checkpoint(path)
         if not is_remote(path):
             LAYOUT.manifest_path(Path(path)).unlink(missing_ok=True)

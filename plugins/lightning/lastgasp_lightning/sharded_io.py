@@ -79,7 +79,7 @@ class ShardedCheckpoints:
             if self._run.place.rank == 0:
                 shutil.rmtree(temp, ignore_errors=True)
             status.progress("data")
-        self._io.failed = not done
+        self._io.failed = None if done else target
         if done:
             self._io.saved(target, step, record is not None and record["step"] == step)
 
