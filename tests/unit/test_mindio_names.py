@@ -121,7 +121,8 @@ def test_an_installation_overwrites_nothing_and_is_found(tmp_path: Path, kind: s
     drop_in = (site if kind == "standard" else tree) / "lastgasp_mindio/dropin/mindio_ttp"
     inside = {drop_in.parents[1] / "py.typed", drop_in / "py.typed", drop_in / "served-by-lastgasp"}
     assert all(path.exists() for path in inside)
-    code = "import site, sys, importlib.util as u; site.addsitedir(sys.argv[1]); print(u.find_spec('mindio_ttp').origin)"
+    code = "import site, sys, importlib.util as u; site.addsitedir(sys.argv[1]); "
+    code += "print(u.find_spec('mindio_ttp').origin)"
     done = python(code, arguments=[str(site)])
     assert done.stdout.strip() == str(drop_in / "__init__.py"), done.stderr
 

@@ -37,11 +37,13 @@ def taskd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     for name, value in {"RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LASTGASP_CONTROLLER", raising=False)
+    torch = importlib.import_module("torch")  # before the drop-in, which would otherwise wait for its import
     monkeypatch.setattr(signin, "_last", [])  # a session of another test, which may not have said goodbye
     yield importlib.import_module("taskd.api")
     worker = sys.modules["lastgasp_taskd.worker"]
     if (current := vars(worker)["current"]) is not None:
         current._worker.close()
+    vars(torch).pop("npu", None)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("taskd", "lastgasp_taskd")]:
         del sys.modules[name]
 
@@ -136,6 +138,9 @@ def test_a_worker_that_the_real_one_refuses(
     assert why in caplog.text
     assert taskd.start_taskd_worker() is False
     assert taskd.destroy_taskd_worker() is False
+    if arguments[2:] != ("ms",):
+        mstx = importlib.import_module("torch").npu.mstx
+        assert mstx.range_end(mstx.range_start("step 1")) is None, "the script's ranges must do no harm"
 
 
 def test_a_worker_lives_once_and_marks_without_a_launcher(
@@ -148,19 +153,51 @@ def test_a_worker_lives_once_and_marks_without_a_launcher(
     monkeypatch.setenv("TASKD_PROCESS_INTERVAL", "100")
     assert taskd.init_taskd_worker(0, 5000) and taskd.init_taskd_worker(0, 5000)
     assert taskd.start_taskd_worker()
-    try:
-        mstx = torch.npu.mstx  # type: ignore[attr-defined]
-        assert not torch.npu.is_available()  # type: ignore[attr-defined]
-        with pytest.raises(AttributeError, match="torch_npu is not installed"):
-            torch.npu.synchronize()  # type: ignore[attr-defined]
-        mstx.range_end(mstx.range_start("step 1", torch.npu.current_stream()))  # type: ignore[attr-defined]
-    finally:
-        del torch.npu  # type: ignore[attr-defined]
+    mstx = torch.npu.mstx  # type: ignore[attr-defined]
+    assert not torch.npu.is_available()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="torch_npu is not installed"):
+        torch.npu.synchronize()  # type: ignore[attr-defined]
+    mstx.range_end(mstx.range_start("step 1", torch.npu.current_stream()))  # type: ignore[attr-defined]
     assert taskd.destroy_taskd_worker()
     sys.modules["lastgasp_taskd.worker"].current._worker.close()
     assert list(taskd_reader.read(tmp_path / "taskd_log/profiling/job/0").steps) == [1]
     assert "without effect here: TASKD_PROCESS_INTERVAL" in caplog.text
     assert "has its worker already" in caplog.text and "no launcher of lastgasp's" in caplog.text
+
+
+_SCRIPT = """
+import multiprocessing, sys
+from taskd.api import init_taskd_worker, start_taskd_worker
+print(__name__, init_taskd_worker(0), start_taskd_worker(), flush=True)
+import torch
+
+def step(number):
+    range_id = torch.npu.mstx.range_start(f"step {number}", torch.npu.current_stream())
+    torch.npu.mstx.range_end(range_id)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=step, args=(7,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    step(1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_children_of_a_worker_are_none_and_torch_may_come_late(tmp_path: Path, kind: str) -> None:
+    """A DataLoader's, whose ranges do nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    env = {"RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", "MINDX_TASK_ID": "job"}
+    env |= {"TASKD_LOG_PATH": str(tmp_path / "log"), "PYTHONPATH": os.pathsep.join(map(str, (PLUGIN, NAMES)))}
+    command = [sys.executable, str(script), kind]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    again = ["__mp_main__ True True"] * (kind == "spawn")
+    assert done.stdout.splitlines() == ["__main__ True True", *again]
+    assert done.stderr.count("rank 0 marks its steps") == 1
+    assert list(taskd_reader.read(tmp_path / "log/profiling/job/0").steps) == [1]
 
 
 # -- ranges ---------------------------------------------------------------------------------------

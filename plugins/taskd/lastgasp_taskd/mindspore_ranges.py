@@ -8,12 +8,12 @@ import os
 from lastgasp.adapter.worker import session_here
 
 from .ranges import Ranges
-from .worker import TaskdWorker
+from .worker import Here
 
 PRELOADED = "libmspti.so"
 
 
-def serve(worker: TaskdWorker) -> None:
+def serve(worker: Here) -> None:
     """Put it in place, unless the profiler's library is loaded, which then gets MindSpore's own ranges."""
     if PRELOADED in os.environ.get("LD_PRELOAD", "") and os.path.exists("/dev/davinci0"):
         return

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lastgasp.adapter.worker import session_here
 
 from .ranges import Ranges
-from .worker import TaskdWorker
+from .worker import Here
 
 
 class Npu(ModuleType):
@@ -41,7 +41,7 @@ class Npu(ModuleType):
         raise AttributeError(f"torch.npu.{name}: torch_npu is not installed; lastgasp-taskd has mstx alone")
 
 
-def serve(worker: TaskdWorker) -> None:
+def serve(worker: Here) -> None:
     """Put it in place, except where torch_npu has its own; count steps, where the script marks none."""
     if getattr(getattr(torch, "npu", None), "__lastgasp__", False):
         return
@@ -54,7 +54,7 @@ def serve(worker: TaskdWorker) -> None:
 class _Steps:
     """Counts the updates of the busiest optimizer, until the script's own ranges tell steps."""
 
-    def __init__(self, worker: TaskdWorker) -> None:
+    def __init__(self, worker: Here) -> None:
         self._worker, self._updates = worker, weakref.WeakKeyDictionary[Any, int]()
         register_optimizer_step_post_hook(self._updated)
 

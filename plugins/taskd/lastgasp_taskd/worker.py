@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+
+import wrapt
 
 from lastgasp.adapter.worker import Marks, UnprotectedWorker, Worker, marks_here, session_here
 
@@ -29,7 +33,7 @@ class TaskdWorker:
 
     Where an adapter of lastgasp's protects the process, the rank is registered and marked by that already, and this
     does neither a second time. A rank registers once, and an adapter may come later than this, so it does so with its
-    first step or range.
+    first step or range. Its children (a DataLoader's workers) do nothing: they have its rank and are none.
 
     Args:
         rank: the global rank; limit_mb: MB for the files of marks; framework: "pt" or "ms".
@@ -40,6 +44,8 @@ class TaskdWorker:
 
     def __init__(self, rank: int, limit_mb: int, framework: str) -> None:
         self.rank, self.framework = rank, framework
+        # A child by "spawn" that runs the script's own calls, while it imports the script once more, is a copy too.
+        self._pid = 0 if getattr(multiprocessing.current_process(), "_inheriting", False) else os.getpid()
         size = _number("WORLD_SIZE" if framework == "pt" else "MS_WORKER_NUM")
         local = _number("LOCAL_RANK", rank % max(_number("LOCAL_WORLD_SIZE", 1), 1))
         self.world_size = max(size, rank + 1)
@@ -63,6 +69,8 @@ class TaskdWorker:
     def start(self) -> None:
         """With MindSpore, where nobody counts steps, register now; else with the first step. Or an adapter does."""
         self._started = True
+        if not self.serves:
+            return
         if session_here():
             once("this rank is registered and marked by lastgasp's adapter; TaskD's names add nothing to that")
         elif self.framework == "ms" and MINDFORMERS not in sys.modules:
@@ -70,10 +78,15 @@ class TaskdWorker:
 
     def waits(self, act: Callable[[], None]) -> bool:
         """Have `act` called once this rank marks; False where it does already, or was not started."""
-        if self._begun or not self._started or session_here():
+        if self._begun or not self.serves or session_here():
             return False
         self._once_marking.append(act)
         return True
+
+    @property
+    def serves(self) -> bool:
+        """It was started, by this process itself."""
+        return self._started and self._pid == os.getpid()
 
     def marks(self) -> Marks | None:
         """Of this process; None where nothing is marked."""
@@ -128,9 +141,33 @@ current: TaskdWorker | None = None
 """Of this process."""
 
 
+class Here:
+    """Whoever is this process's worker when a range or an update ends; nobody where none was started, or in a child."""
+
+    @property
+    def told(self) -> bool:
+        """Updates of optimizers need not be counted."""
+        return current is None or not current.serves or current.told
+
+    def marks(self) -> Marks | None:
+        """Where ranges are recorded."""
+        return current.marks() if current is not None and current.serves else None
+
+    def stepped(self, step: int) -> None:
+        """A range of a step has ended."""
+        if current is not None and current.serves:
+            current.stepped(step)
+
+    def updated(self, count: int) -> None:
+        """An optimizer has made its update."""
+        if current is not None and current.serves:
+            current.updated(count)
+
+
 def init(rank_id: object, limit_mb: object, framework: object) -> bool:
     """`init_taskd_worker`, as the real one answers it; a second call changes nothing."""
     global current
+    _serve_ranges("mindspore" if framework == "ms" else "torch")
     if not isinstance(rank_id, int) or not isinstance(limit_mb, int):
         return refused(f"init_taskd_worker: rank_id {rank_id!r} and the limit {limit_mb!r} must be whole numbers")
     if rank_id < 0 or limit_mb < 0:
@@ -155,7 +192,6 @@ def start() -> bool:
     if current is None:
         return refused("start_taskd_worker: init_taskd_worker has not been called, or was refused")
     try:
-        _serve_ranges(current)
         current.start()
     except Exception as error:  # the real one raises nothing either, and training is worth more than its worker
         log.exception("rank %d is not registered", current.rank, exc_info=error)
@@ -171,15 +207,25 @@ def destroy() -> bool:
     return True
 
 
-def _serve_ranges(worker: TaskdWorker) -> None:
-    if worker.framework == "pt" and "torch" in sys.modules:
-        from . import torch_ranges
+_served: set[str] = set()
 
-        torch_ranges.serve(worker)
-    elif worker.framework == "ms" and "mindspore" in sys.modules:
-        from . import mindspore_ranges
 
-        mindspore_ranges.serve(worker)
+def _serve_ranges(name: str) -> None:
+    """The script's ranges must do no harm whatever `init` answers, and whenever the framework is imported."""
+    if name not in _served:
+        _served.add(name)
+        wrapt.register_post_import_hook(_imported, name)
+
+
+def _imported(module: ModuleType) -> None:
+    try:
+        if module.__name__ == "torch":
+            from . import torch_ranges as ranges
+        else:
+            from . import mindspore_ranges as ranges
+        ranges.serve(Here())
+    except Exception as error:  # an import of the script's must not fail by this
+        log.exception("the script's ranges are not served", exc_info=error)
 
 
 def _number(name: str, default: int = 0) -> int:
