@@ -225,6 +225,9 @@ def test_a_job_that_is_trained_to_its_end_has_nothing_left_to_do(tmp_path: Path)
     (incident,) = incidents(tmp_path)
     assert (incident.ending, incident.step_saved) == ("saved", LAST)
     assert "nothing left to do" in output
+    schedulers = list((tmp_path / "msrun").glob("scheduler*.log"))
+    assert schedulers, "msrun's scheduler runs the script as well, and would train beside the only rank"
+    assert all("which does not train" in path.read_text() for path in schedulers)
 
 
 @pytest.mark.full

@@ -136,7 +136,8 @@ class Watch:
         if process is None or not self._attempts.number:
             return
         if process.poll() is not None:
-            log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
+            if process.returncode:
+                log.warning("msrun's scheduler has ended with %s: starting another one", process.returncode)
         elif self._left or not self._attempts.several:
             process.kill()
             process.wait()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any, NoReturn
 
 import wrapt
 
@@ -49,7 +50,11 @@ def install() -> bool:
     global _installed
     tell_launcher()
     wanted = switched()
-    if multiprocessing.parent_process() is not None or os.environ.get("MS_ROLE") == "MS_SCHED":
+    if multiprocessing.parent_process() is not None:
+        return False
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        if wanted is not False and launched():
+            wrapt.register_post_import_hook(lambda module: _SCHEDULER.place(), _MODEL)
         return False
     if wanted is False:
         log.info("lastgasp is off: LASTGASP=0")
@@ -192,6 +197,12 @@ def _hooks(hooks: list[Hook]) -> Hooks:
     return Hooks(hooks, remedy=_remedy)
 
 
+def _end_scheduler(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """msrun's scheduler runs the script, too, and gets here where that does not call `init()`, which never returns."""
+    log.warning("this is msrun's scheduler, which does not train: a worker does")
+    raise SystemExit(0)
+
+
 def _remedy() -> str:
     versions = ", ".join(f"{name} {_version(name)}" for name in ("mindformers", "mindspore"))
     return (
@@ -205,3 +216,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "of unknown version" if name in sys.modules else "not installed"
+
+
+_SCHEDULER = _hooks([Hook(_MODEL, f"Model.{name}", _end_scheduler) for name in ("train", "fit")])
