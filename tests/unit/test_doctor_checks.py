@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lastgasp.backends import MINDIO_BESIDE
 from lastgasp.doctor.checks import Diagnosis, every_check, examine
 from lastgasp.doctor.machine import JobFacts, Machine, Storage, under_run
 from lastgasp.errors import ConfigError
@@ -79,6 +80,11 @@ class Box:
         """MindIO leads a job in which TaskD starts single processes anew."""
         self.set(places={**self.machine.places, "mindio_ttp": self.root / "site/mindio_ttp"})
         self.env(HIGH_AVAILABILITY="dump,recover", LASTGASP_BACKEND="ascend", LASTGASP_TOKEN="7" * 32)
+
+    def drop_in(self) -> None:
+        """lastgasp-mindio's package."""
+        self.file("site/mindio_ttp/served-by-lastgasp")
+        self.set(places={**self.machine.places, "mindio_ttp": self.root / "site/mindio_ttp"})
 
     def tls(self) -> None:
         """MindIO with TLS, as it should be."""
@@ -194,6 +200,8 @@ CASES: list[tuple[str, Step, Step]] = [
     ("slow-load", GOOD, env(THP_MEM_ALLOC_ENABLE="1")),
     ("taskd-unrelated", TASKD, lambda box: (box.root / "site/taskd/api").rmdir()),
     ("taskd-torch", then(TASKD, installed(torch="2.12.0")), installed(torch="2.13.0")),
+    ("mindio-twice", Box.drop_in,
+     lambda box: box.set(places=box.machine.places | {MINDIO_BESIDE: box.root / "other/mindio_ttp"})),
     ("mindio-framework", MINDIO, lambda box: box.set(places={"mindio_ttp": box.root})),
     ("mindio-framework", MINDIO, env(MINDIO_FOR_MINDSPORE="1")),
     ("tft-spelling", env(MS_ENABLE_TFT="{RSC:1,UCE:0,TRE:2}"), env(MS_ENABLE_TFT="{TTP: 1}")),
@@ -300,6 +308,7 @@ FIXES: dict[str, tuple[str, ...]] = {
     "mindformers-mindspore": ("pip install 'mindspore==2.9.*'", "'mindspore==2.7.*'", "'mindspore==2.7.1'", "PyPI"),
     "mindio-framework": ("Install torch_npu", "Install mindspore"),
     "mindio-ranges": ("Write 1 to 300", "Write 1 to 3600", "Write at least 8 for"),
+    "mindio-twice": ("pip uninstall lastgasp-mindio",),
     "mindspore-numpy": ("'numpy<2'",),
     "mindspore-pyarrow": ("'pyarrow>=19,<24'",),
     "ms-graceful-exit": ("Unset it",),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgasp.cli import _ascend
 from lastgasp.cli._ascend import prepared_here
 from lastgasp.errors import ConfigError
 from lastgasp.launch.ascend import PREPARED, Machine, Prepared, look, must_start_anew, prepare, render
@@ -190,5 +191,9 @@ def test_a_pod_without_mindclusters_packages_is_told_whose_engine_leads(monkeypa
     monkeypatch.setenv("MINDX_TASK_ID", "job")
     (note,) = prepared_here().notes
     assert "lastgasp's own engine leads" in note and "mindio_ttp: not installed" in note
+    monkeypatch.setattr(_ascend, "in_taskd_job", lambda choice, environ: True)
+    assert prepared_here().notes[-1] == note, "TaskD without MindIO"
+    monkeypatch.undo()
+    monkeypatch.setenv("MINDX_TASK_ID", "job")
     monkeypatch.setenv("LASTGASP_BACKEND", "embedded")
     assert prepared_here().notes == ()

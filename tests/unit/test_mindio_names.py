@@ -96,6 +96,16 @@ def test_beside_the_real_package_the_drop_in_refuses(tmp_path: Path, order: str)
     assert done.stderr.splitlines()[-1].startswith(said)
 
 
+def test_where_both_are_installed_the_choice_of_the_engine_names_both(tmp_path: Path) -> None:
+    """Since neither can be imported; a folder that is no package is none."""
+    (tmp_path / "none/mindio_ttp").mkdir(parents=True)
+    code = "import _lastgasp_mindio_boot; from lastgasp import backends; print(backends.choose_backend().describe())"
+    for places, both in ([tmp_path / "none"], False), ([tmp_path / "none", real_one(tmp_path / "site")], True):
+        done = python(code, PLUGIN, *places)
+        said = f"MindCluster's in {tmp_path / 'site/mindio_ttp'} and lastgasp-mindio's in {DROP_IN / 'mindio_ttp'}"
+        assert (said in done.stdout) == both, done.stdout + done.stderr
+
+
 def test_start_up_makes_the_drop_in_known_and_imports_nothing() -> None:
     code = (
         "import sys; before = {*sys.modules}; import _lastgasp_mindio_boot, importlib.util as u;"

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,8 @@ _NPU_DEVICES = Path("/dev")
 
 Find = Callable[[str], Path | None]
 """Finds the location of an importable top-level package, or None."""
+MINDIO_BESIDE = "mindio_ttp behind lastgasp-mindio's"
+"""What `Find` is asked for where lastgasp-mindio's package was found: with MindCluster's beside it both refuse."""
 
 _ended = list[str]()
 """Why MindIO leads no training of this process any more."""
@@ -91,7 +95,7 @@ def choose_backend(environ: Mapping[str, str] | None = None, find: Find | None =
         raise ConfigError(VARIABLE, env.get(VARIABLE), f"one of {', '.join(WANTED)}", "Leave it out to have it chosen.")
     if wanted == "embedded":
         return BackendChoice("embedded", wanted)
-    attempts = _look(env, find or _installed, devices=wanted == "auto")
+    attempts = _look(env, find or installed, devices=wanted == "auto")
     needed = [attempt for attempt in attempts if attempt.name != "taskd"]
     choice = BackendChoice("ascend" if all(attempt.found for attempt in needed) else "embedded", wanted, attempts)
     if wanted == "ascend" and choice.backend != "ascend" and not _ended:
@@ -140,7 +144,10 @@ def _mindio(find: Find) -> Probe:
         return Probe("mindio_ttp", False, _ended[0])
     place = find("mindio_ttp")
     if place is not None and is_drop_in(place):
-        return Probe("mindio_ttp", False, f"in {place} are its names on lastgasp (lastgasp-mindio), not MindCluster's")
+        why = f"in {place} are its names on lastgasp (lastgasp-mindio), not MindCluster's"
+        if (beside := find(MINDIO_BESIDE)) is not None:
+            why = f"MindCluster's in {beside} and lastgasp-mindio's in {place}: neither can be imported, uninstall one"
+        return Probe("mindio_ttp", False, why)
     return _package("mindio_ttp", find, "the wheel of MindCluster's MindIO TFT")
 
 
@@ -169,7 +176,11 @@ def is_drop_in(place: Path) -> bool:
     return (place / "served-by-lastgasp").is_file() and not (place / "python" / "cython_api").is_dir()
 
 
-def _installed(name: str) -> Path | None:
+def installed(name: str) -> Path | None:
+    """Where the import system finds a package, or `MINDIO_BESIDE`; nothing is imported."""
+    if name == MINDIO_BESIDE:
+        places = (_in(entry, "mindio_ttp") for entry in sys.path)
+        return next((place for place in places if place is not None and not is_drop_in(place)), None)
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -178,3 +189,9 @@ def _installed(name: str) -> Path | None:
         return None
     folders = list(spec.submodule_search_locations or ())
     return Path(folders[0]) if folders else Path(spec.origin or name)
+
+
+def _in(entry: str, name: str) -> Path | None:
+    """A package in this entry of the path; a folder without `__init__.py` is none."""
+    spec = PathFinder.find_spec(name, [entry])
+    return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import click
 
@@ -28,11 +29,12 @@ def prepared_here() -> Prepared:
         ConfigError: what is set contradicts what the job asks for, or `LASTGASP_BACKEND` cannot be had.
     """
     choice = choose_backend()
-    if choice.backend == "embedded" and not in_taskd_job(choice, os.environ):
-        if choice.wanted == "embedded" or not os.environ.get("MINDX_TASK_ID"):
-            return Prepared()
-        return Prepared(notes=(f"a job of MindCluster's that lastgasp's own engine leads: {choice.describe()}",))
-    return prepare(os.environ, look(os.environ))
+    taskd = in_taskd_job(choice, os.environ)
+    prepared = prepare(os.environ, look(os.environ)) if taskd or choice.backend == "ascend" else Prepared()
+    if choice.backend == "embedded" and choice.wanted != "embedded" and os.environ.get("MINDX_TASK_ID"):
+        engine = f"a job of MindCluster's that lastgasp's own engine leads: {choice.describe()}"
+        return replace(prepared, notes=(*prepared.notes, engine))
+    return prepared
 
 
 def start_anew_if_needed(prepared: Prepared, arguments: Sequence[str]) -> None:

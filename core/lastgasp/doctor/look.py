@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import importlib.util
+import importlib
 import itertools
 import os
 import stat
@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from lastgasp import _fs
+from lastgasp.backends import MINDIO_BESIDE, installed
 from lastgasp.backends.ascend.goenv import environment_at_exec
 from lastgasp.events import decode_incident
 from lastgasp.launch.ascend import look as find_libraries
@@ -56,6 +57,7 @@ PACKAGES: Final = (
     "tensorflow",
     "taskd",
     "mindio_ttp",
+    MINDIO_BESIDE,
 )
 """Whose places are asked of the import system; nothing is imported."""
 MOST_FILES = 20_000
@@ -245,14 +247,7 @@ def _versions() -> dict[str, str]:
 
 
 def _places() -> dict[str, Path]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name)
-            folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-            if spec is not None and (folders or spec.origin):
-                found[name] = Path(folders[0] if folders else spec.origin or name)
-    return found
+    return {name: place for name in PACKAGES if (place := installed(name)) is not None}
 
 
 def _ring() -> Ring:

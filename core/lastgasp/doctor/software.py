@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lastgasp.backends import choose_backend, is_drop_in
+from lastgasp.backends import MINDIO_BESIDE, choose_backend, is_drop_in
 from lastgasp.errors import ConfigError
 
 from .checks import Match, check
@@ -249,6 +249,15 @@ def taskd_torch(machine: Machine) -> Iterator[Match]:
         yield Match(
             what, "Start with lastgasp run, which tolerates it, instead of the sed line in torch/distributed/run.py."
         )
+
+
+@check("mindio-twice", "error", "mindio_tft.md §1", "MindIO beside lastgasp-mindio, which has its names")
+def mindio_twice(machine: Machine) -> Iterator[Match]:
+    """They would take turns, so importing either is refused."""
+    place, beside = machine.places.get("mindio_ttp"), machine.places.get(MINDIO_BESIDE)
+    if place is not None and beside is not None and is_drop_in(place):
+        what = f"importing mindio_ttp fails: lastgasp-mindio's is in {place}, MindCluster's in {beside}"
+        yield Match(what, "pip uninstall lastgasp-mindio, and MindIO leads jobs on NPUs; or uninstall MindCluster's.")
 
 
 @check("mindio-framework", "error", "mindio_tft.md §1", "MindIO without the framework that it imports")
