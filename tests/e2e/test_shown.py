@@ -229,9 +229,10 @@ def test_nothing_that_is_shown_is_left_out() -> None:
 
 
 def test_the_start_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line, Slurm's script and the pod give lastgasp the same options, which it takes, given a secret."""
+    """The line, Slurm's script and the Kubernetes Job give lastgasp the same options, which it takes, given a secret."""
     page = DOCS / "getting-started.md"
-    (script,), (pod,) = blocks(page, "bash"), (YAML(typ="safe").load(text) for text in blocks(page, "yaml"))
+    (script,), (job,) = blocks(page, "bash"), (YAML(typ="safe").load(text) for text in blocks(page, "yaml"))
+    pod = job["spec"]["template"]["spec"]
     lines = [line for line in page.read_text().splitlines() if "run --nnodes" in line and "[" not in line]
     commands = [shlex.split(line.removeprefix("srun ")) for line in lines] + [pod["containers"][0]["command"]]
     assert len(commands) == 3 and f"srun {lines[1].removeprefix('srun ')}" in script
