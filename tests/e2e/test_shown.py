@@ -229,7 +229,7 @@ def test_nothing_that_is_shown_is_left_out() -> None:
 
 
 def test_the_start_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line, Slurm's script and the Kubernetes Job give lastgasp the same options, which it takes, given a secret."""
+    """The line, the script for Slurm and the Job give lastgasp the same options, which it takes, given a secret."""
     page = DOCS / "getting-started.md"
     (script,), (job,) = blocks(page, "bash"), (YAML(typ="safe").load(text) for text in blocks(page, "yaml"))
     pod = job["spec"]["template"]["spec"]
