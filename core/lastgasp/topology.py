@@ -25,8 +25,9 @@ class Place:
         attempt: how often the launcher has restarted the job (0 at first).
         job: the same string on all ranks and for all attempts, and another one for another job in this directory.
         incarnation: how often the ranks of this attempt have entered their training again in place.
-        since_ns: when the launcher began with the first attempt, ns since the epoch: another job of the same name has
-            saved what is older. 0 where that is not known, or where no other job has this name (MindCluster's).
+        since_ns: when the launchers began with the first attempt, ns since the epoch, by the clock that is ahead of the
+            others': another job of the same name has saved what is older. 0 where that is not known, or where no other
+            job has this name (MindCluster's).
         began_ns: the same, or else when rank 0 began; equal on all ranks. 0: not known.
     """
 

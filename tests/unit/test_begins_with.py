@@ -11,6 +11,7 @@ from lastgasp.adapter import CheckpointSelector, SelectionPolicy
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.manifest import Fit, Provenance
 from lastgasp.checkpoint.retention import prune
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.errors import NoGoodCheckpoint
 from lastgasp.topology import Place, data_parallel
@@ -62,6 +63,20 @@ def test_never_takes_nothing_of_an_earlier_run_that_had_the_same_name(tmp_path: 
     own = put_file(tmp_path, 5)
     assert selected(tmp_path, "never", attempt=1, since_ns=since) == own
     assert selected(tmp_path, "never") == earlier, "no launcher says when it began"
+
+
+def test_what_a_host_saves_whose_clock_is_behind_is_the_jobs_own(tmp_path: Path) -> None:
+    """The launchers have agreed on the clock that is ahead."""
+    put_file(tmp_path, 10)
+    since = time.time_ns() + 3 * 3600 * 10**9
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job", since_ns=since)
+    writer = ManifestWriter(format="test", place=place)
+    own = [tmp_path / f"step-{step}.ckpt" for step in (5, 6)]
+    for path, step in zip(own, (5, 6), strict=True):
+        publish(path, b"x" * 100, writer.provenance(step, "gasp"))
+    assert selected(tmp_path, "never", attempt=1, since_ns=since) == own[1]
+    prune(GaspConfig.resolve(tmp_path, resume="never", keep=1), FILES, own[1], place)
+    assert not own[0].exists()
 
 
 def test_never_knows_what_an_earlier_run_of_the_same_name_has_left(tmp_path: Path) -> None:

@@ -250,6 +250,28 @@ def test_a_job_without_an_id_has_a_name_of_its_own(late: int) -> None:
     assert another.environment["LASTGASP_JOB"] not in ("none", name)
 
 
+@pytest.mark.usefixtures("own_network")
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_job_has_begun_by_the_clock_that_is_ahead(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the other one, what an earlier job of this name saved an hour ago would have been saved by this one."""
+    hour = 3600 * 10**9
+    now = {True: 97 * hour, False: 100 * hour}
+
+    def launcher(is_behind: bool, later: int = 0) -> LaunchAttempts:
+        monkeypatch.setattr("lastgasp._clock.wall_ns", lambda: now[is_behind] + later)
+        return LaunchAttempts()
+
+    agents, replaced = [launcher(behind == 0), launcher(behind == 1)], list[LaunchAttempts]()
+    told = begun(Group(group_world_size=2), *agents)
+    for late in (0, 1):  # who comes later, into the job that has begun, has no word in it
+        replaced.append(agents[late])
+        agents[late] = launcher(is_behind=behind == late, later=hour)
+        told += begun(Group(group_world_size=2), *agents)
+    for agent in (*agents, *replaced):
+        agent.close()
+    assert {one.environment["LASTGASP_SINCE"] for one in told} == {str(100 * hour)}
+
+
 def test_the_same_where_the_launcher_knows_nothing_of_lastgasp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LASTGASP_JOB", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

@@ -95,6 +95,19 @@ def test_the_records_tell_where_no_rank_of_this_host_could(tmp_path: Path) -> No
     assert last_word(killed, "another job", 0) == LastWord()
 
 
+def test_the_records_of_an_earlier_job_of_the_same_name_tell_nothing(tmp_path: Path, desk: Desk) -> None:
+    """`--rdzv-id exp1` yesterday and today; attempts count from 0 in each."""
+    (tmp_path / "incidents").mkdir()
+    desk.entries[1] = Entry(rank=1, pid=7, hold=1.0, directory=str(tmp_path))
+    today = LaunchAttempt(number=0, desk=desk, environment={"LASTGASP_JOB": "exp1", "LASTGASP_SINCE": "2000"})
+    for detected, step in ((1999, 5), (2001, 9)):
+        found = Incident(id=str(detected), job="exp1", attempt=0, world_size=2, ending="saved", step_saved=step)
+        found.phases.detected = detected
+        assert today.last_word() == LastWord()
+        (tmp_path / "incidents" / f"{detected}.json").write_bytes(encode_incident(found))
+    assert today.last_word() == LastWord("saved", 9, str(tmp_path))
+
+
 @pytest.mark.parametrize("files", [["step-5.pt"], []])
 def test_a_step_that_was_written_before_the_job_went_on_in_place_is_safe(files: list[str], tmp_path: Path) -> None:
     (tmp_path / "incidents").mkdir()

@@ -90,6 +90,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         world: ranks and replica groups.
         parent: name of the newest checkpoint before this one, or None.
         fit: which run of the script; left out by a framework that has only one.
+        since_ns: of the job's `Place`; what it saves is dated no earlier, whatever this host's clock says.
     """
 
     format: str
@@ -100,10 +101,11 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     world: World = World()
     parent: str | None = None
     fit: Fit | msgspec.UnsetType = msgspec.UNSET
+    since_ns: int = 0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One checkpoint. Fields as in `Provenance`; created only by `build`."""
+    """One checkpoint. Fields as in `Provenance`, without `since_ns`; created only by `build`."""
 
     version: int
     format: str
@@ -143,8 +145,9 @@ def build(provenance: Provenance, files: tuple[FileEntry, ...]) -> Manifest:
     Raises:
         ValueError: no file, or one named twice.
     """
-    creator = Creator(version=__version__, host=socket.gethostname(), pid=os.getpid(), time_ns=_clock.wall_ns())
-    fields = {name: getattr(provenance, name) for name in Provenance.__struct_fields__}
+    now = max(_clock.wall_ns(), provenance.since_ns)
+    creator = Creator(version=__version__, host=socket.gethostname(), pid=os.getpid(), time_ns=now)
+    fields = {name: getattr(provenance, name) for name in Provenance.__struct_fields__ if name != "since_ns"}
     bare = Manifest(version=_version(provenance.fit), files=files, creator=creator, self_digest="", **fields)
     return msgspec.structs.replace(bare, self_digest=_own_digest(bare))
 

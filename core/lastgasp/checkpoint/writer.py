@@ -46,8 +46,9 @@ class ManifestWriter:
         place = self.place
         world = World(world_size=place.world_size, replica_groups=place.replicas)
         made = Provenance(
-            format=self.format, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent
-        )
+            format=self.format, step=step, kind=kind, job=place.job, attempt=place.attempt, world=world, parent=parent,
+            since_ns=place.since_ns,
+        )  # fmt: skip
         if self.fit is None:
             return made
         fit = self.fit()

@@ -164,7 +164,8 @@ class LaunchAttempt:
     def last_word(self) -> LastWord:
         """What became of this attempt's last step, according to the controller, this node's ranks or the records."""
         led = self.controller.last_ending(self.number) if self.controller is not None else ""
-        return last_word(self.desk.entries, self.environment.get("LASTGASP_JOB", ""), self.number, led)
+        job, since = self.environment.get("LASTGASP_JOB", ""), int(self.environment.get("LASTGASP_SINCE", 0))
+        return last_word(self.desk.entries, job, self.number, led, since)
 
 
 class LaunchAttempts:
@@ -212,8 +213,10 @@ class LaunchAttempts:
         keys = [f"{_STARTED}/{other}" for other in range(1, size)]
         told = [match for key in keys if store.check([key]) and (match := _TOLD.fullmatch(bytes(store.get(key))))]
         self._job = self._job or next((match["job"].decode() for match in told if match["job"]), "")
-        self._since_ns = min([self._since_ns, *(int(match["since"]) for match in told)])
-        return max([self._started, *(int(match["started"]) for match in told)])
+        known = [(self._started, self._since_ns), *((int(one["started"]), int(one["since"])) for one in told)]
+        # By a clock that is behind, what a host with another one has saved in an earlier job would be this job's.
+        self._since_ns = max([since for started, since in known if started] or [since for _, since in known])
+        return max(known)[0]
 
     def _name(self, run_id: str) -> str:
         """The job's name for all its attempts, by which what it has saved is told from what was there before."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -35,42 +37,42 @@ class LastWord:
         return f"step {self.step} is safe in {self.directory}" if self.step else "no step was completed yet"
 
 
-def last_word(entries: dict[int, Entry], job: str, attempt: int, led: str = "") -> LastWord:
+def last_word(entries: dict[int, Entry], job: str, attempt: int, led: str = "", since_ns: int = 0) -> LastWord:
     """Return the best information from the ranks of this host, the controller (`led`) and the records.
 
     Args:
         entries: those of the ranks that have signed in.
         led: how the recovery ended according to this process's controller; empty without one.
+        since_ns: when the job began; records from before are those of an earlier job of this name.
     """
     for ending in ("saved", "nothing_to_save"):
         for entry in entries.values():
             if entry.ending == ending and led in ("", ending):
                 return LastWord(ending, entry.step, entry.directory)
     for directory in sorted({entry.directory for entry in entries.values()}):
-        found = _within(LIMIT, directory, job, attempt)
+        found = _within(LIMIT, partial(_recorded, directory, job, attempt, since_ns))
         if found.ending:
             return found
     told = next((entry.ending for entry in entries.values() if entry.ending), "")
     return LastWord(led or told)
 
 
-def _within(seconds: float, directory: str, job: str, attempt: int) -> LastWord:
+def _within(seconds: float, look: Callable[[], LastWord]) -> LastWord:
     found: list[LastWord] = []
-    thread = threading.Thread(
-        target=lambda: found.append(_recorded(directory, job, attempt)), name="lastgasp-records", daemon=True
-    )
+    thread = threading.Thread(target=lambda: found.append(look()), name="lastgasp-records", daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else LastWord()
 
 
-def _recorded(directory: str, job: str, attempt: int) -> LastWord:
+def _recorded(directory: str, job: str, attempt: int, since_ns: int) -> LastWord:
     """From the newest record of this attempt."""
     try:
         paths = sorted(Path(directory, "incidents").glob("*.json"), reverse=True)[:_LOOK_BACK]
         for path in paths:
             incident = decode_incident(path.read_bytes())
-            if (incident.job, incident.attempt) == (job, attempt) and incident.ending != "open":
+            own = (incident.job, incident.attempt) == (job, attempt) and (incident.phases.detected or 0) >= since_ns
+            if own and incident.ending != "open":
                 step, ending = incident.step_saved, incident.ending
                 ending = "saved" if ending == "in_place" and incident.files else ending  # written before it went on
                 return LastWord(ending, -1 if step is None else step, directory)

@@ -20,7 +20,7 @@ class Notice(msgspec.Struct, frozen=True):
     """The first agent's notice to the others.
 
     Attributes:
-        since_ns: when the first attempt of this launcher began, for all of them (`topology.Place`).
+        since_ns: when the first attempt of the launchers began, for all of them (`topology.Place`).
         token: empty if the nodes share a secret, which is not transmitted.
         why: why there is no controller; empty if there is one.
         seal: proves to agents that know the secret that the sender knows it as well.
