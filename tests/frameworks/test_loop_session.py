@@ -133,6 +133,27 @@ def test_a_restart_on_a_full_disk_resumes_and_saves_once_there_is_room(
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
+def test_another_number_of_ranks_in_the_middle_of_a_pass_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each goes on behind its own batches: some data are left out or trained twice, and the note says how many."""
+    data = DataLoader(TensorDataset(torch.arange(20.0)), batch_size=2, shuffle=True)
+    state = tiny()
+    with Session.open(tmp_path, state=state, every=1, max_steps=3, marks=False) as session:
+        for _ in session.batches(data):
+            next(iter(state.optimizers.values())).step()
+    saved = torch.load(candidates([tmp_path], LAYOUT)[0].path, weights_only=False)
+    for ranks, lost in ((1, ""), (3, "6 batches are trained twice. ElasticLoader")):
+        saved["lastgasp"]["world_size"] = ranks
+        torch.save(saved, tmp_path / "other.pt")
+        caplog.clear()
+        with Session.open(tmp_path / f"{ranks}", state=tiny(), resume=tmp_path / "other.pt", marks=False) as session:
+            for _ in session.batches(data):
+                break
+        assert ("there were 3 ranks and are 1" in caplog.text) == bool(lost) and lost in caplog.text
+        assert "has the data set, its seed" not in caplog.text
+
+
 def test_another_job_in_the_same_directory_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A script started twice: both would remove and resume what the other saves."""
     program = "import sys; from pathlib import Path; from lastgasp.adapter.alone import claim\n"

@@ -40,6 +40,7 @@ from lastgasp.pytorch.position import (
     PassStart,
     decode_epoch,
     is_epoch_record,
+    other_ranks,
     position_of,
     register_loader,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "load_entry",
     "load_verified",
     "local",
+    "other_ranks",
     "own_aux",
     "own_copy",
     "persistent_buffers",

@@ -23,6 +23,7 @@ from lastgasp.adapter.torch import (
     decode_aux,
     give_dtypes_back,
     have_dtypes_of,
+    other_ranks,
     own_aux,
     restore_aux,
 )
@@ -182,7 +183,10 @@ class Resume:
             self._note(note)
         Flags(trainer.lightning_module).restore(record.get("flags"), tell=False)
         self._state.position.settle()
-        if record["batch"] and (reason := self._state.position.inexact):
+        reason, ranks = self._state.position.inexact, record["world_size"]
+        if ranks != trainer.world_size and "elastic" not in record:
+            reason = other_ranks(ranks, trainer.world_size, record["batch"])
+        if record["batch"] and reason:
             if reason == CHANGED and self.in_place:  # the loaders of a new process may be those that were due
                 raise CheckpointError(f"this fit cannot go on in its process: {reason}")
             workers = "random numbers that DataLoader workers draw (augmentation) are others than without the fault"

@@ -332,7 +332,11 @@ class Run:
     def _return(self, record: Record, given: dict[str, Any]) -> bool:
         """Stand on the boundary, and do what is due there. Returns whether the data are repeated exactly."""
         trainer, world = self._trainer, self.core.place.world_size
-        own = shared.own_aux(record, self.rank, world, self.session.note) if record["world_size"] == world else None
+        if (saved := record["world_size"]) != world:
+            self.session.note(f"saved by {saved} ranks, resumed by {world}: not bit-equal, and Trainer finds its place "
+                              "in the data by steps of the size that they have now: in the middle of an epoch some are "
+                              "left out or trained twice")  # fmt: skip
+        own = shared.own_aux(record, self.rank, world, self.session.note) if saved == world else None
         position = self.training.restore(record, own)
         norm, rate = self.training.last
         trainer._maybe_log_save_evaluate(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from lastgasp.pytorch.loop.position_record import Fixed
-from lastgasp.pytorch.position import IN_TURN, LoaderPosition
+from lastgasp.pytorch.position import ELASTIC, IN_TURN, LoaderPosition, other_ranks
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class DataPass:
         fetch: random state before the newest batch was fetched.
         again: `fetch` of an outer pass, whose newest batch a resume gives a second time.
         sampler: state of the user's sampler when it began, pickled.
-        resumed: it began in an earlier run.
+        resumed: it began in an earlier run; ranks: how many that had, and this run.
         loaded: state given to its loader for that, until the loader is asked for a batch.
         empty: nothing was left of it, so the loader is not asked.
         in_turn: what was thrown away for that drew from the random state of the process all along.
@@ -55,6 +55,7 @@ class DataPass:
     again: bytes = b""
     sampler: bytes = b""
     resumed: bool = False
+    ranks: tuple[int, int] = (1, 1)
     loaded: bytes = b""
     empty: bool = False
     in_turn: bool = False
@@ -69,6 +70,8 @@ class DataPass:
     @property
     def inexact(self) -> str:
         """Why a resume in the middle of it is not exact; empty where nothing is known against it."""
+        if self.resumed and self.ranks[0] != self.ranks[1] and self.kind != ELASTIC:
+            return other_ranks(*self.ranks, self.consumed)
         return self.position.inexact or (IN_TURN if self.in_turn else "")
 
     @property

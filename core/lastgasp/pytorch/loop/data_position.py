@@ -48,7 +48,7 @@ class DataPosition:
         self._live: dict[int, tuple[Callable[[], Any] | None, bytes]] = {}
         self._pending: tuple[Position, list[Fixed]] | None = None
         self._static, self._dirty = b"\x90", True
-        self._fetches, self._epochs = 0, False
+        self._fetches, self._epochs, self._ranks = 0, False, (1, 1)
 
     # -- position -----------------------------------------------------------------------------------------
 
@@ -80,8 +80,9 @@ class DataPosition:
         )
         return encode(own, self._static)
 
-    def resume(self, data: bytes, epoch: int) -> None:
-        """Begin at the position in `data`, or with `epoch` if that is empty."""
+    def resume(self, data: bytes, epoch: int, ranks: tuple[int, int] = (1, 1)) -> None:
+        """Begin at the position in `data`, or with `epoch` if that is empty; `ranks`: as `DataPass.ranks`."""
+        self._ranks = ranks
         self._pending = decode(data) if data else (Position(epoch=epoch), [])
         self.epoch, self.explicit = self._pending[0].epoch, self._pending[0].explicit
         self._live = {number: (None, state) for number, state in self._pending[0].ends.items()}
@@ -269,7 +270,7 @@ class DataPosition:
         if fixed.sampler:
             self._sampler.load_state_dict(pickle.loads(fixed.sampler))
         # the state is that after the newest batch, which an outer pass gives a second time
-        one.resumed, one.loaded = True, b"" if row.outer else row.state
+        one.resumed, one.loaded, one.ranks = True, b"" if row.outer else row.state, self._ranks
         due = one.position.resume(started(fixed), one.loaded, one.consumed)
         one.empty = due is None
         one.inner = iter(()) if one.empty else iterate(one.loader)

@@ -205,9 +205,9 @@ class Run:
         """
         self.state.load(checkpoint, str(path), shards)
         self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
-        self._again = self.state.remember(checkpoint)
+        self._again, ranks = self.state.remember(checkpoint), (checkpoint[KEY]["world_size"], self.place.world_size)
         self.step, self.resumed = checkpoint["step"], path
-        self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"])
+        self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"], ranks)
         self.buckets.restore(checkpoint[KEY]["buckets"])
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)

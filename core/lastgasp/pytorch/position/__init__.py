@@ -19,6 +19,7 @@ from lastgasp.pytorch.position.protocol import (
     WORKERS,
     LoaderPosition,
     PassStart,
+    other_ranks,
 )
 from lastgasp.pytorch.position.records import EpochRecord, decode_epoch, is_epoch_record
 from lastgasp.pytorch.position.registry import Factory, builtin_position, position_of, register_loader
@@ -41,6 +42,7 @@ __all__ = [
     "decode_epoch",
     "is_epoch_record",
     "iterate",
+    "other_ranks",
     "position_of",
     "register_loader",
     "untrack_sampler",

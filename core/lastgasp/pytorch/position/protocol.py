@@ -16,6 +16,18 @@ CHANGED = (
     "(has the data set, its seed or its sampler's epoch changed, or is its order drawn anew in each process?)"
 )
 
+
+
+def other_ranks(saved: int, now: int, consumed: int) -> str:
+    """Why another number of ranks does not get the data that were due in a pass of which each had used `consumed`."""
+    how = "left out" if now > saved else "trained twice"
+    return (
+        f"each rank had used {consumed} batches of this pass and goes on behind as many, but there were {saved} ranks "
+        f"and are {now}: where they share the data (DistributedSampler) and batches are as large as before, "
+        f"{abs(now - saved) * consumed} batches are {how}. ElasticLoader goes on with the samples that are due"
+    )
+
+
 IN_TURN = (
     "random numbers of the process are drawn for it batch by batch, in turn with the training's own: where its order "
     "depends on them, samples come twice or are left out (give the sampler or the data set a generator of its own)"
