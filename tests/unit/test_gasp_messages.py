@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v11.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v12.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -100,6 +100,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Forks(attempt=2, cannot="there is no warm process"),
     m.Agreed(attempt=2, ending="saved"),
     m.RefusedToStart(attempt=2),
+    m.JobOver(code=86, why="stopped: no new step"),
     m.Completed(attempt=2),
     m.Exited(attempt=2, incarnation=1, rank=3, how="killed by SIGKILL"),
     m.Listens(port=4711),

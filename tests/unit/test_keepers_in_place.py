@@ -229,6 +229,21 @@ def test_a_refusal_on_the_first_host_is_told_to_all_others(thread: ControllerThr
         until(lambda: keeper.refused == 3, "it is told later")
 
 
+def test_that_the_first_launcher_ends_the_job_is_told_to_all_others(thread: ControllerThread) -> None:
+    """With its own code, so that no host's scheduler starts again what would end in the same way."""
+    end = thread.endpoint
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        until(lambda: keeper.connected, "it is connected")
+        thread.end_job(exitcodes.NO_PROGRESS, "stopped: no new step")
+        until(lambda: keeper.over is not None, "it is told")
+        restarts = Restarts(always=True, over=keeper.over)
+    restarts.ended(3, used=True, progressed=True, how=frozenset({1}))
+    assert restarts.should_give_up and restarts.exit_code == exitcodes.NO_PROGRESS
+    assert restarts.verdict == "the launcher of the first host has ended the job: stopped: no new step"
+    with closing(BufferKeeper(end.address, end.token)) as keeper:
+        until(lambda: keeper.over is not None, "it is told later")
+
+
 def test_a_launcher_without_the_controller_hears_that_all_ranks_have_completed_their_training(
     thread: ControllerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

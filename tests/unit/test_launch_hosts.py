@@ -18,7 +18,11 @@ from types import ModuleType
 import msgspec
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lastgasp import topology
@@ -27,10 +31,10 @@ from lastgasp.gasp import signin
 from lastgasp.gasp.lifeline import LOST_AFTER
 from lastgasp.gasp.signin import VARIABLE, Desk, Entry, sign
 from lastgasp.launch import forward, torchrun_hook
-from lastgasp.launch.agent import lost_rendezvous
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.lastword import LastWord, last_word
+from lastgasp.launch.lost import lost_rendezvous
 from lastgasp.launch.missing import Waiting, is_alone
 from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.stores import guard_connections, own_address
@@ -176,6 +180,7 @@ class State:
 
     participants: dict[Node, int]
     wait_list: set[Node] = field(default_factory=set)
+    redundancy_list: set[Node] = field(default_factory=set)
 
 
 class Handler:
@@ -198,6 +203,11 @@ def test_hosts_that_are_missing_are_named() -> None:
     between._this_node = Node("ha")
     assert Waiting(between, before, str).text() == "waiting for hb, hc to come back", "this host is not missing"
     assert Waiting(object(), before, str).text() == "waiting for other hosts", "another kind of rendezvous"
+    spare = Handler("ha", "hb", "hc")
+    spare._this_node = Node("hb", 2)
+    spare.state.redundancy_list.add(spare._this_node)
+    text = "waiting: the job runs with all its hosts (ha, hb, hc); this launcher is one too many, or a spare"
+    assert Waiting(spare, None, str).text() == text
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -212,7 +222,11 @@ def test_the_end_without_the_others_says_what_is_safe() -> None:
     text = lost_rendezvous(RendezvousTimeoutError(), hosts, safe)
     assert text.startswith("stopped: not all hosts of the job (ha, hb) have come back in time; step 5 is safe in ckpts")
     text = lost_rendezvous(RendezvousConnectionError("broken"), hosts, "")
-    assert "the job's rendezvous is gone" in text and "(broken)" in text and "lastgasp incident" in text
+    assert "the job's rendezvous cannot be reached" in text and "(broken)" in text and "lastgasp incident" in text
+    assert "If launchers of other hosts (ha, hb) still run, the job may go on without this one: start only this" in text
+    assert "the launcher of another host of the job (ha, hb) has ended it" in lost_rendezvous(
+        RendezvousClosedError(), hosts, safe
+    )
 
 
 # -- starts given up on ---------------------------------------------------------------------------

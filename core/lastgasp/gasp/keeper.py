@@ -69,6 +69,7 @@ class BufferKeeper:
         agreed: how the last recovery has ended; agreed_at: when that was heard, monotonic seconds.
         connected: the controller can be reached.
         refused: the last attempt in which a rank has refused to start; -1 where none has.
+        over: the first launcher has ended the job for good, and says why; None while it has not.
         completed: the attempt of which all ranks have completed their training; -1 where they have not.
     """
 
@@ -79,6 +80,7 @@ class BufferKeeper:
         self.agreed_at = 0.0
         self.connected = False
         self.refused = self.completed = -1
+        self.over: m.JobOver | None = None
         self._forks: m.Forks | None = None
         self._to_tell: deque[m.Message] = deque()
         self._buffers: dict[int, int] = {}
@@ -179,6 +181,8 @@ class BufferKeeper:
                     self.agreed_at, self.agreed = _clock.monotonic(), message  # in this order for other threads
                 elif isinstance(message, m.RefusedToStart):
                     self.refused = message.attempt
+                elif isinstance(message, m.JobOver):
+                    self.over = message
                 elif isinstance(message, m.Completed):
                     self.completed = message.attempt
                 elif isinstance(message, m.Pair):

@@ -47,6 +47,7 @@ class Keepers:
         self._agreed: m.Agreed | None = None
         self._completed = -1
         self.refused: set[int] = set()
+        self._over: m.JobOver | None = None
         self._put_off: list[m.Exited] = []
         self.on_buddy: Callable[[str, str, m.Listens | m.Copied | m.Remarked], None] = lambda *said: None
         self.own_address = ""
@@ -70,6 +71,8 @@ class Keepers:
         writer.write(m.frame(m.Completed(attempt=self._completed)))
         for attempt in self.refused:
             writer.write(m.frame(m.RefusedToStart(attempt=attempt)))
+        if self._over is not None:
+            writer.write(m.frame(self._over))
         self._forks[writer] = None
         self.connected += 1
         self.most = max(self.most, self.connected)
@@ -149,6 +152,11 @@ class Keepers:
         if attempt != self._completed:
             self._completed = attempt
             self._tell_all(m.Completed(attempt=attempt))
+
+    def job_over(self, over: m.JobOver) -> None:
+        """Tell all that the first launcher ends the job, and with which code."""
+        self._over = over
+        self._tell_all(over)
 
     def _tell_all(self, message: m.Message) -> None:
         for writer in self._forks:

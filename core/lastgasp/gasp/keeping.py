@@ -81,6 +81,13 @@ class RefusedToStart(Message, frozen=True, kw_only=True):
     attempt: int
 
 
+class JobOver(Message, frozen=True, kw_only=True):
+    """Controller, to all keepers: the first launcher ends the job with this code; another start would end alike."""
+
+    code: int
+    why: str
+
+
 class Completed(Message, frozen=True, kw_only=True):
     """Controller, to all keepers: all ranks of this attempt have completed their training; -1: some train (again)."""
 

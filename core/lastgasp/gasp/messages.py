@@ -42,6 +42,7 @@ from .keeping import Completed as Completed
 from .keeping import DropLeft as DropLeft
 from .keeping import Exited as Exited
 from .keeping import Forks as Forks
+from .keeping import JobOver as JobOver
 from .keeping import Keep as Keep
 from .keeping import Keeper as Keeper
 from .keeping import Kept as Kept
@@ -57,9 +58,8 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 11
-MAX_GREETING = 64 * 1024
-MAX_FRAME = 256 * 1024 * 1024
+PROTOCOL = 12
+MAX_GREETING, MAX_FRAME = 64 * 1024, 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
 CALLED_OFF = 1 << 62
@@ -362,7 +362,7 @@ FromRank = (
 FromController = (
     Challenge | Welcome | Refused | Prepare | Save | Commit | Discard | Release | Gathered | SwitchOrder | Ranks
     | SwitchDone | Consulted | Farewell | Keep | AskKept | Left | Agreed | Pair | Took | ResizeNoted
-    | RefusedToStart | Completed
+    | RefusedToStart | Completed | JobOver
 )  # fmt: skip
 FromOperator = Operator | AskRanks | AskSwitch
 FromKeeper = Keeper | Kept | Forks | Exited | Listens | Copied | Remarked

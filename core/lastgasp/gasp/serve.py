@@ -19,6 +19,7 @@ from lastgasp import _clock, logs, narration
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
+from . import messages as m
 from .again import Again, Offer
 from .attempt import Attempt
 from .controller import Controller
@@ -114,6 +115,11 @@ class ControllerThread:
         """Report what this launcher can do for a recovery in place; like `report_exit`, does not wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._controller.offer, offer)
+
+    def end_job(self, code: int, why: str) -> None:
+        """Tell the launchers of all other hosts that this one ends the job for good; like `report_exit`."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._controller.keepers.job_over, m.JobOver(code=code, why=why))
 
     def report_start(self, attempt: int, how: str) -> None:
         """Report how the ranks of this attempt were started; like `report_exit`, does not wait."""

@@ -21,10 +21,11 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.joining import JOINS
+from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.gasp.resetfile import ResetWatch
 from lastgasp.launch import framework_verdict, orphans
@@ -38,6 +39,7 @@ from lastgasp.launch.growth import MISSING, CodeFile, Newcomer, joins
 from lastgasp.launch.guest import Guest, invited
 from lastgasp.launch.in_place import GivenUp, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
+from lastgasp.launch.lost import CLOSED, SPARE, line, lost_rendezvous
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections
@@ -74,6 +76,7 @@ class GaspAgent(LocalElasticAgent):
         self._warm, self._code = Warm(), CodeFile()
         self._in_place: InPlace | None = None
         self._guest: Guest | None = None
+        self._keeper: BufferKeeper | None = None
         self._warm.why = self._warm.why or differs()
         self._outlive_the_store()
 
@@ -83,6 +86,7 @@ class GaspAgent(LocalElasticAgent):
         """As torch's, which waits for the other hosts; a job that uses lastgasp logs which hosts it waits for."""
         guard_connections()
         self._ever_used = self._ever_used or self._in_use()
+        self._say_event("restarting")  # another host's launcher waits, and torch has not judged the ranks
         self._attempts.end_attempt()
         self._attempt = None
         if self._in_place is not None:
@@ -114,6 +118,7 @@ class GaspAgent(LocalElasticAgent):
         self._attempt = self._attempts.begin(
             worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static"
         )
+        self._keeper = self._attempt.keeper or self._keeper
         if self._attempt.number > 0 and self._attempt.led and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._attempt)
         mark = self._mark
@@ -243,7 +248,7 @@ class GaspAgent(LocalElasticAgent):
             if self._in_place.taken_in(guest):
                 self._guest = None
         except (GivenUp, DistError, RuntimeError) as error:
-            log.warning("this host is not taken in without a restart: %s", _line(error))
+            log.warning("this host is not taken in without a restart: %s", line(error))
             self._restart_workers(worker_group)
 
     def _hold(self, worker_group: WorkerGroup) -> bool:
@@ -310,12 +315,15 @@ class GaspAgent(LocalElasticAgent):
         assert self._attempt is not None
         current, restarts = self._attempt, self._restarts
         restarts.left, restarts.repeats, restarts.completed = current.leaves(), current.repeats(), current.completed()
+        restarts.over = self._keeper.over if self._keeper is not None else None
         restarts.verdict_of_framework = framework_verdict.take(self._mark) or self._unread(codes)
         restarts.elsewhere = exitcodes.REFUSED not in codes and current.refused_elsewhere()
         refused = restarts.elsewhere or exitcodes.REFUSED in codes
         restarts.ended(current.number, used, current.progressed(refused), refused, codes)
-        if self._restarts.should_give_up:
+        if restarts.should_give_up:
             self._remaining_restarts = 0
+            if current.controller is not None and not restarts.refused:  # of that all have been told
+                current.controller.end_job(restarts.exit_code, restarts.verdict)
         maximum = self._worker_group.spec.max_restarts
         again = self._job_log.restarting(maximum - self._remaining_restarts + 1, maximum)
         self._say_event(again if self._remaining_restarts > 0 else "stopping", self._restarts.behind)
@@ -376,8 +384,8 @@ class GaspAgent(LocalElasticAgent):
         forwarder = Forwarder(self._stopping, self._to_be_told)
         lost: Exception | None = None
         try:
-            result: RunResult = super().run(role)
-            if result.state is WorkerState.SUCCEEDED:
+            result: RunResult | None = super().run(role)
+            if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._mark = ""  # processes left by a successful job are intentional
                 ending = "done"
         except SignalException:
@@ -400,36 +408,29 @@ class GaspAgent(LocalElasticAgent):
             raise SystemExit(0)
         if lost is not None and self._attempts.refused_elsewhere:
             self._restarts.refused = self._restarts.elsewhere = True
+        elif lost is not None and self._keeper is not None and self._keeper.over is not None:
+            self._restarts.over = self._keeper.over
         elif lost is not None:
             raise self._without_rendezvous(lost, used) from lost
         if self._restarts.should_give_up:
             write_error(f"lastgasp: {self._restarts.verdict}")
             raise SystemExit(self._restarts.exit_code)
-        return result
+        if result is None and self._is_ours():
+            write_error(f"lastgasp: {SPARE}")
+            raise SystemExit(0)
+        return result  # type: ignore[return-value]  # torch's own of a spare is None, too
 
     def _without_rendezvous(self, error: Exception, used: bool) -> BaseException:
         """The exception to raise instead: torch's own error for a job that does not use lastgasp."""
         word = self._attempts.last_word
         code = exitcodes.of_ending(word.ending)
+        if self._in_place is None and isinstance(error, RendezvousClosedError) and self._is_ours():
+            write_error(f"lastgasp: {CLOSED}")
+            return SystemExit(1)
         if not used or code is None:
             return error
         write_error(f"lastgasp: {lost_rendezvous(error, self._hosts, word.safe)}")
         return SystemExit(code)
-
-
-def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> str:
-    """The message for a job that cannot continue because its hosts no longer find each other."""
-    names = f" ({', '.join(sorted(hosts))})" if hosts else ""
-    if isinstance(error, RendezvousTimeoutError):
-        why = f"stopped: not all hosts of the job{names} have come back in time"
-    else:
-        cause = error.__cause__ or error
-        why = f"stopped: the job's rendezvous is gone, with the host or the launcher that held it ({_line(cause)})"
-    return f"{why}; {safe or 'see lastgasp incident for what is saved'}; start the job again and it resumes from there"
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _tell_newcomers(store: Any, handler: Any) -> None:

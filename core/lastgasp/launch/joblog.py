@@ -24,6 +24,7 @@ class JobLog:
             then: what happens now. behind: what is logged instead of an attempt that failed after its training.
         """
         if behind:
+            self._told = attempt
             log.warning("%s; %s", behind, then)
         elif text and attempt != self._told:
             self._told = attempt

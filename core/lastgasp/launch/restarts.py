@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lastgasp import exitcodes
+from lastgasp.gasp.messages import JobOver
 from lastgasp.gasp.repeats import Repeats
 from lastgasp.launch.framework_verdict import Verdict
 
@@ -34,6 +35,7 @@ class Restarts:
         left: how the recovery ended after which the job asked for no restart (`recovery="save"`); else empty.
         elsewhere: it is a rank of another host that has refused to start, if one has.
         repeats: how often in a row one exception has ended the training.
+        over: what the first launcher, on another host, has said as it ended the job, if it has.
         completed: what all ranks had completed before one of them failed.
     """
 
@@ -43,6 +45,7 @@ class Restarts:
     verdict_of_framework: Verdict | None = None
     left: str = ""
     elsewhere: bool = False
+    over: JobOver | None = None
     repeats: Repeats = field(default_factory=Repeats)
     completed: Completed = ""
     starts: int = 0
@@ -89,7 +92,8 @@ class Restarts:
         stuck = self.without_progress >= WITHOUT_PROGRESS_LIMIT or self.starts >= START_LIMIT or self.repeats.hopeless
         once = self.completed == "script" or min(self._how, default=1) > 0
         stuck = stuck or self._behind >= (1 if once else BEHIND_LIMIT)
-        return self.verdict_of_framework is not None or bool(self.left) or self.refused or stuck
+        told = self.verdict_of_framework is not None or self.over is not None or bool(self.left)
+        return told or self.refused or stuck
 
     @property
     def exit_code(self) -> int:
@@ -100,6 +104,8 @@ class Restarts:
             return code
         if self.refused:
             return exitcodes.REFUSED
+        if self.over is not None:
+            return self.over.code
         return 1 if self._behind else exitcodes.NO_PROGRESS
 
     @property
@@ -116,6 +122,8 @@ class Restarts:
                 f"stopped: {whose} refused to start, and would refuse again. {where} says why and what to do; the "
                 "checkpoints are kept, and the job resumes from them when it is started again."
             )
+        if self.over is not None:
+            return f"the launcher of the first host has ended the job: {self.over.why}"
         if self._behind:
             return (
                 f"stopped: {self._behind_text}. A restart would train again from the newest checkpoint, and most "
