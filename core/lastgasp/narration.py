@@ -14,6 +14,8 @@ CAUSE = 200
 """Greatest length of a cause in characters; the incident record has all of it."""
 STARTING = {"killed": "was killed", "exit": "ended", "exception": "raised an exception"}
 """What happened to a rank before it began to train."""
+_SEEN = ("killed", "exit", "hang", "lost")
+"""Kinds of faults that the rank itself does not report: its step may be that of an old heartbeat."""
 _END = re.compile(r"exited with code \d+|\bSIG[A-Z]+\b")
 _SIGNAL = re.compile(r"\bSIG[A-Z]+\b")
 
@@ -24,20 +26,20 @@ def event(incident: Incident) -> str:
         return _outcome(incident)
     # A collective that failed on a peer is a symptom, not the cause.
     causes = [fault for fault in incident.faults if fault.kind != "peer"] or incident.faults
-    return f"{_faults(causes, incident.world_size)}; {_outcome(incident)}"
+    return f"{_faults(causes, incident)}; {_outcome(incident)}"
 
 
-def _faults(faults: Sequence[Fault], world_size: int) -> str:
+def _faults(faults: Sequence[Fault], incident: Incident) -> str:
     if not faults:
         return "a fault that left no trace"
-    if len(faults) == world_size > 1 and {fault.kind for fault in faults} == {"sigterm"}:
+    if len(faults) == incident.world_size > 1 and {fault.kind for fault in faults} == {"sigterm"}:
         return "all ranks were asked to stop (SIGTERM)"
-    told = [_fault(fault) for fault in faults[:SHOWN]]
+    told = [_fault(fault, incident.step_saved or 0) for fault in faults[:SHOWN]]
     more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
     return ", ".join(told + more)
 
 
-def _fault(fault: Fault) -> str:
+def _fault(fault: Fault, saved: int) -> str:
     if fault.step < 0 and fault.kind in STARTING:
         return f"rank {fault.rank} {STARTING[fault.kind]} while it was starting ({_how(fault.cause)})"
     signal = _SIGNAL.search(fault.cause)
@@ -52,8 +54,10 @@ def _fault(fault: Fault) -> str:
         "lost": f"was lost with its host or link ({cause})",
         "peer": f"saw a collective fail ({cause})",
     }
-    place = f" in step {fault.step + 1}" if fault.step >= 0 else ""
-    verb = words[fault.kind]
+    verb, step = words[fault.kind], fault.step + 1
+    if fault.kind in _SEEN and 0 < step < saved:  # the others have completed more with it
+        return f"rank {fault.rank} {verb}, last heard of in step {step}"
+    place = f" in step {step}" if step > 0 else ""
     return f"rank {fault.rank} {verb}{place}" if len(verb) <= 40 else f"rank {fault.rank}{place} {verb}"
 
 

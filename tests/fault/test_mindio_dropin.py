@@ -54,6 +54,7 @@ def check_job(job: DropInJob, faults: list[str], expected: Path) -> list[Inciden
     found = incidents(job)
     assert [(one.ending, one.steps_lost) for one in found] == [("saved", 0)] * len(found), where
     assert differences(expected, job.final) == [], where
+    assert all(Path(file).is_dir() for one in found for file in one.files), "names of dumps before their rename"
     dumps = {one.step_saved for one in found}
     saved = {one.step: one for one in candidates([job.checkpoints], LAYOUT)}
     assert dumps <= saved.keys()

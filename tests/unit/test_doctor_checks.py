@@ -347,7 +347,7 @@ FIXES: dict[str, tuple[str, ...]] = {
     "ttp-log-symlink": ("real directory",),
     "ttp-port": ("choose another",),
     "umask": ("umask 027",),
-    "unknown-variable": ("LASTGASP_KEEP?", "Unset it"),
+    "unknown-variable": ("Correct or unset it",),
     "watchdog-mindspore": ("HCCL_WATCHDOG:0",),
     "watchdog-torch": ("HCCL_ASYNC_ERROR_HANDLING=0",),
 }

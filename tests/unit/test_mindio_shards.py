@@ -207,6 +207,10 @@ def test_names_of_a_users_own_layout(folder: Path, monkeypatch: pytest.MonkeyPat
         end = layout.rpartition("*")[2]
         names = (f"iter_7{end}", f"iter_7_tmp{end}", f"iter_latest{end}")
         assert [reload._finished(folder / name, settings.layout()) for name in names] == [True, False, True], layout
+        (folder / names[1]).mkdir()
+        assert manifests.expected(folder, settings.layout(), 7) == folder / names[0], "behind the rename"
+    assert manifests.expected(folder, LAYOUT, 4) == folder / "iter_0000004"
+    assert manifests.expected(folder, LAYOUT, 8) == folder
 
 
 def test_where_all_are_damaged_the_job_does_not_start(folder: Path) -> None:

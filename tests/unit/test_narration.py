@@ -74,6 +74,14 @@ SAVED = {"ending": "saved", "step_saved": 33, "savers": [1], "steps_lost": 0}
             "rank 0 raised an exception while it was starting (RuntimeError: size mismatch for weight); "
             "training had not begun",
         ),
+        (
+            incident(fault("killed", cause="killed by SIGKILL", step=30), **SAVED),
+            "rank 0 was killed (SIGKILL), last heard of in step 31; step 33 saved by rank 1",
+        ),
+        (
+            incident(fault("exception", cause="ValueError: x", step=30), **SAVED),
+            "rank 0 raised ValueError: x in step 31; step 33 saved by rank 1",
+        ),
         (incident(), "a fault that left no trace; the recovery has not ended"),
     ],
 )

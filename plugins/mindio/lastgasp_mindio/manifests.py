@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lastgasp.adapter import CheckpointError, Layout, ManifestWriter
-from lastgasp.adapter.checkpoint import next_path, put_back, read_entries, remove_orphans, set_aside, write_manifest
+from lastgasp.adapter.checkpoint import (
+    DirectoryLayout,
+    SingleFile,
+    next_path,
+    put_back,
+    read_entries,
+    remove_orphans,
+    set_aside,
+    write_manifest,
+)
 from lastgasp.adapter.files import locked
 
 log = logging.getLogger("lastgasp")
 
 
-def expected(directory: Path, layout: Layout, step: int) -> Path:
-    """Where the checkpoint of `step` probably is going to lie; for people."""
-    return found(directory, layout, step) or directory
+def expected(directory: Path, layout: SingleFile | DirectoryLayout, step: int) -> Path:
+    """Where the checkpoint of `step` probably is going to lie; for people.
+
+    What follows its number (`iter_0000012_tmp`) is gone behind the rename, but for an ending of the user's own pattern.
+    """
+    path = found(directory, layout, step)
+    number = re.match(rf"(.*\D)?0*{step}(?!\d)", path.name) if path is not None else None
+    return directory if path is None else path.with_name(number[0] + ending(layout)) if number else path
+
+
+def ending(layout: SingleFile | DirectoryLayout) -> str:
+    """Of the names of finished checkpoints, behind their numbers."""
+    return layout.suffix if isinstance(layout, SingleFile) else layout.pattern.rpartition("*")[2]
 
 
 def found(directory: Path, layout: Layout, step: int) -> Path | None:

@@ -21,7 +21,7 @@ from lastgasp.adapter.checkpoint import (
     verify,
 )
 from lastgasp.adapter.files import remove_stale_temps, write_atomically
-from lastgasp_mindio import settings
+from lastgasp_mindio import manifests, settings
 from lastgasp_mindio.notices import say
 
 log = logging.getLogger("lastgasp")
@@ -140,6 +140,5 @@ def _finished(path: Path, layout: SingleFile | DirectoryLayout) -> bool:
 
     An ending that the user's own pattern has does not count.
     """
-    end = layout.suffix if isinstance(layout, SingleFile) else layout.pattern.rpartition("*")[2]
-    name = path.name.removesuffix(end)
+    name = path.name.removesuffix(manifests.ending(layout))
     return name[-1:].isdigit() or not any(character.isdigit() for character in name)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, NotSaveable, RankStatus, SaveResult, clock
+from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, RankStatus, SaveResult, clock
+from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile
 from lastgasp.adapter.testing import faults
 from lastgasp_mindio import device, manifests, settings
 from lastgasp_mindio.callgroups import CallGroups, Savers, this_thread, waits_for_others
@@ -55,7 +56,7 @@ class Saver:
     seats: tuple[int, ...]
     handlers: Handlers
     config: GaspConfig
-    layout: Layout
+    layout: SingleFile | DirectoryLayout
     writer: ManifestWriter
     status: RankStatus
     parked: threading.Event = field(default_factory=threading.Event)
