@@ -70,6 +70,27 @@ def test_the_gradient_is_that_of_the_mean_over_the_global_batch(canonical: bool,
     assert (loader.used["steps"], loader.used["samples"], len(loader)) == (3, SAMPLES, 3)
 
 
+def test_a_last_step_that_would_be_smaller_can_be_left_out(tmp_path: Path) -> None:
+    """Else BatchNorm gets micro-batches of one sample, which it refuses."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    loader, optimizer = loader_of(model, drop_last=True), torch.optim.SGD(model.parameters(), lr=0.1)
+    for end, used in ((3, [8, 8, 8]), (6, [8, 8, 8])):  # cut in the middle of an epoch, and resumed there
+        resume = newest_good(tmp_path) or "auto"
+        with opened(tmp_path, loader, optimizer, every=1, max_steps=end, resume=resume) as s:
+            found = []
+            for _ in s.epochs(3):
+                for step in s.batches(loader):
+                    for batch in step:
+                        learn(model, batch)
+                    optimizer.step()
+                    found.append(step.samples)
+        assert found == used
+        loader = loader_of(model, drop_last=True)
+    assert len(loader) == 2
+    with pytest.raises(ConfigError, match="drop_last"):
+        loader_of(ranks=12, drop_last=True)
+
+
 @pytest.mark.usefixtures("sigchld")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_numbers_come_with_the_micro_batch(workers: int, tmp_path: Path) -> None:

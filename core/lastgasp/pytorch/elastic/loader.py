@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lastgasp.config import flag
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.elastic import position  # noqa: F401  # says how its position is restored
 from lastgasp.pytorch.elastic.gradients import GradientSum
@@ -49,7 +50,7 @@ class ElasticLoader:
     A step has one micro-batch of `batch_size` samples for each rank of the complete job. The loss of one is the mean
     over its samples; the gradient after the inner loop is that of the mean over all samples of the step. Each sample
     of an epoch is used exactly once; the last step may be smaller, and some of its micro-batches empty, so that the
-    inner loop has nothing to do.
+    inner loop has nothing to do (`drop_last` leaves it out).
 
     Random numbers are drawn from generators that are seeded anew for each micro-batch, by its place in the training.
 
@@ -64,6 +65,8 @@ class ElasticLoader:
             computes from it (a learning rate's schedule) must not change when ranks are missing.
         seed: of the order of the samples, and of random numbers.
         shuffle: another order in each epoch.
+        drop_last: leave out an epoch's last step where it would be smaller: its micro-batches may have one sample,
+            which BatchNorm refuses.
         canonical: sum gradients in one order, whoever has computed them: the result is then the same, to the last
             bit, with any number of ranks. See `GradientSum` for the cost.
         batch: "constant": a step has the micro-batches of all ranks of the complete job, those of missing ones are
@@ -88,6 +91,7 @@ class ElasticLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
         canonical: bool = False,
         batch: Batch = "constant",
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -95,7 +99,8 @@ class ElasticLoader:
         pin_memory: bool = False,
     ) -> None:
         self.rank, self.world = _place()
-        self.plan = Plan(samples=len(dataset), batch_size=batch_size, ranks=ranks, seed=seed, shuffle=shuffle)
+        self.plan = Plan(samples=len(dataset), batch_size=batch_size, ranks=ranks, seed=seed, shuffle=shuffle,
+                         drop_last=flag("drop_last", drop_last))  # fmt: skip
         _check(self.world, ranks, batch, model)
         self.model, self.epoch, self.offset, self._batch = model, 0, 0, batch
         self._reader = Reader(dataset, collate_fn, seed)
@@ -112,7 +117,7 @@ class ElasticLoader:
         plan = self.plan
         return {
             "samples": plan.samples, "batch_size": plan.batch_size, "ranks": plan.ranks, "seed": plan.seed,
-            "shuffle": plan.shuffle, "batch": self._batch,
+            "shuffle": plan.shuffle, "batch": self._batch, **({"drop_last": True} if plan.drop_last else {}),
         }  # fmt: skip
 
     def _like_rank_0(self, tensors: list[Tensor]) -> None:
@@ -145,7 +150,7 @@ class ElasticLoader:
         epoch, order, begin, mine = self.epoch, self.plan.order(self.epoch), self.offset, self._shares[self.rank]
 
         def wanted() -> Iterator[Micro]:
-            for at in self._offsets(begin):
+            for at in self.plan.offsets(begin, self.micros):
                 cut = self.plan.cut(at, self.micros)
                 yield from (Micro(epoch, at, n, tuple(order[slice(*cut[n])].tolist())) for n in mine if _some(cut[n]))
 
@@ -153,7 +158,7 @@ class ElasticLoader:
             self._reader, batch_size=None, sampler=Wanted(wanted), num_workers=self._workers,  # type: ignore[arg-type]
             pin_memory=self._pinned, generator=torch.Generator().manual_seed(0),
         ))  # fmt: skip
-        for at in self._offsets(begin):
+        for at in self.plan.offsets(begin, self.micros):
             if self._open is not None and not self._open.done:
                 raise UsageError(LEFT_EARLY)
             cut = self.plan.cut(at, self.micros)
@@ -162,9 +167,6 @@ class ElasticLoader:
             self._open = GlobalBatch(self, epoch, at, order, loaded)
             seed_all(seed_of(self.plan.seed, BEFORE, epoch, at))
             yield self._open
-
-    def _offsets(self, begin: int) -> range:
-        return range(begin, self.plan.samples, self.plan.batch_size * self.micros)
 
     def _require_same_plan(self) -> None:
         before, own = self.used["plan"], self._depends_on()

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from lastgasp.config import integer
+from lastgasp.errors import ConfigError
 
 _WRAP = 1 << 64
 
@@ -30,6 +31,7 @@ class Plan:
         ranks: micro-batches of a step: how many ranks the job has when it is complete.
         seed: of the order, and of all random numbers that are drawn for a micro-batch.
         shuffle: another order in each epoch; False for the dataset's own.
+        drop_last: leave out the last step of an epoch where it would be smaller.
 
     Raises:
         ConfigError: a number that is too small.
@@ -40,15 +42,23 @@ class Plan:
     ranks: int
     seed: int = 0
     shuffle: bool = True
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         integer("the dataset's length", self.samples, 1, "An ElasticLoader needs a dataset with __len__, not empty.")
         integer("batch_size", self.batch_size, 1, "It is the number of samples of one micro-batch.")
         integer("ranks", self.ranks, 1, "It is the number of ranks of the complete job.")
+        if self.drop_last and not self.steps(self.ranks):
+            raise ConfigError("drop_last", True, f"False for {self.samples} samples", "An epoch would have no step.")
 
     def steps(self, micros: int) -> int:
         """Steps of an epoch with so many micro-batches each; the last one may be smaller."""
-        return -(-self.samples // (self.batch_size * micros))
+        return len(self.offsets(0, micros))
+
+    def offsets(self, begin: int, micros: int) -> range:
+        """Where the steps begin in the order, from `begin` to the end of the epoch."""
+        size = self.batch_size * micros
+        return range(begin, self.samples - size + 1 if self.drop_last else self.samples, size)
 
     def order(self, epoch: int) -> np.ndarray:
         """The numbers of all samples, each once."""
