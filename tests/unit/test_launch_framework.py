@@ -68,6 +68,15 @@ if __name__ == "__main__":
     print(manager._process.pid, child, flush=True)
     time.sleep(600)
 """
+_DAEMON = """
+import os, time
+if not (child := os.fork()):
+    os.setsid()
+    os.fork()
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
 
 
 def test_helpers_of_a_killed_parent_are_ended_and_nothing_else(tmp_path: Path) -> None:
@@ -83,11 +92,34 @@ def test_helpers_of_a_killed_parent_are_ended_and_nothing_else(tmp_path: Path) -
         parent.wait(60)
         assert sorted(orphans.reap(mark, [str(script)])) == sorted(children)
         assert other.poll() is None
-        until(lambda: orphans.reap(mark, [str(script)]) == [], "no orphan to be left")
+        assert orphans.reap(mark, [str(script)]) == [], "it has waited for their end"
     finally:
         for process in (parent, other):
             process.kill()
             process.communicate()
+
+
+def test_a_child_with_a_session_of_its_own_is_left_alone_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its command line is that of its parent; a user has meant it to outlive that. So has its own child."""
+    script, mark = tmp_path / "parent.py", orphans.new_mark()
+    script.write_text(_DAEMON)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], env=os.environ | {orphans.MARK: mark}, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        until(lambda: os.getsid(child) == child and len(orphans._of_attempt(mark)) == 3, "it has a child of its own")
+        parent.kill()
+        parent.wait(60)
+        assert orphans.reap(mark, [str(script)]) == []
+        orphans.tell_of_others(mark)
+        assert f"{child} (" in caplog.text
+    finally:
+        os.killpg(child, signal.SIGKILL)
+        parent.communicate()
 
 
 def test_helpers_of_one_killed_rank_are_ended_and_none_of_another(tmp_path: Path) -> None:

@@ -11,14 +11,19 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from lastgasp import _clock
 
 log = logging.getLogger("lastgasp.launch")
 
 MARK = "LASTGASP_ROUND"
 """An environment variable that identifies the workers of one attempt and their children."""
 _END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"compile_worker", b"ascend.mindio.controller import main")
+ENDS = 2.0
+"""Seconds that killed processes may take to end: one that waits for a file system cannot, until that answers."""
 _SHOWN = 3
 _PARENT, _SESSION = 1, 3
 """Fields of /proc/PID/stat behind the name."""
@@ -33,7 +38,8 @@ def new_mark() -> str:
 def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
     """Kill multiprocessing's helpers left by the attempt `mark`, once its workers have ended.
 
-    A resource tracker is left alone: it ends after the others and cleans up.
+    A resource tracker is left alone: it ends after the others and cleans up. So is what has begun a session of its own
+    (a daemon), and what that has started.
 
     Args:
         command: the end of the workers' command line, which forked children share.
@@ -41,7 +47,8 @@ def reap(mark: str, command: Sequence[str] = ()) -> list[int]:
     Returns:
         The process ids.
     """
-    return _end_helpers(_of_attempt(mark), command)
+    pids = _of_attempt(mark)
+    return _end_helpers([pid for pid in pids if _field(pid, _SESSION) not in pids], command)
 
 
 def reap_session(leader: int, command: Sequence[str] = ()) -> list[int]:
@@ -62,6 +69,9 @@ def _end_helpers(pids: Iterable[int], command: Sequence[str]) -> list[int]:
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    deadline = _clock.monotonic() + ENDS
+    while any(_read(pid, "cmdline") for pid in found) and _clock.monotonic() < deadline:
+        time.sleep(0.005)
     if found:
         log.warning("ended %d helper processes that dead ranks had left: %s", len(found), found)
     return found
