@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -250,7 +250,8 @@ class UnseenUpdates:
                 self._look()
 
     def _look(self) -> None:
-        before, self._values = self._values, [_bytes_of(one) for one in self._some()]
+        before = self._values
+        self._values = [] if self._state.sharded else some_values(self._state.optimizers.values())
         if len(before) != len(self._values):
             return
         same = all(map(torch.equal, before, self._values))
@@ -260,14 +261,13 @@ class UnseenUpdates:
                        "whole step?): no step is counted or saved from here on. Call s.updating() before they change, "
                        "as before g.replay()")  # fmt: skip
 
-    def _some(self) -> Iterator[Tensor]:
-        if self._state.sharded:
-            return
-        trained = [p for one in self._state.optimizers.values() for p in _parameters(one) if p.requires_grad]
-        for parameter in trained[:: max(1, len(trained) // _TENSORS)]:
-            if type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous():
-                flat = parameter.detach().view(-1)
-                yield flat[:: max(1, flat.numel() // _VALUES)]
+
+def some_values(optimizers: Iterable[Any]) -> list[Tensor]:
+    """Bytes of a few values that optimizers train, of this rank's parts where they are sharded."""
+    trained = [p for one in optimizers for p in _parameters(one) if p.requires_grad]
+    some = [getattr(p, "_local_tensor", p).detach() for p in trained[:: max(1, len(trained) // _TENSORS)]]
+    flat = [one.view(-1) for one in some if type(one) is Tensor and one.is_contiguous()]
+    return [_bytes_of(one[:: max(1, one.numel() // _VALUES)]) for one in flat]
 
 
 def _bytes_of(values: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
 from lastgasp.pytorch.loop.outside import OtherOptimizers, UnseenUpdates, require_held, watch_replicas
+from lastgasp.pytorch.loop.own_loads import OwnLoads
 from lastgasp.pytorch.loop.periodic import Joined, Periodic
 from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
@@ -98,7 +99,7 @@ class Run:
         self._aux: AuxState | None = None
         self._returning = self._gradients = self._wanted = False
         self._snapshot: Snapshot | None = None
-        self._again: Callable[[], None] = _nothing
+        self._again: Callable[[], None] = lambda: None
         self.users_handler = users_handler(held)
         framework = Framework(
             name=f"pytorch {torch.__version__}", kind_of=kind_of, device=local(self.place)[0], versions=versions()
@@ -144,6 +145,7 @@ class Run:
 
     def _start(self) -> None:
         state, life = self.state, self.life
+        self._own_loads = OwnLoads(state, self.engine.note)
         self._begin_with()
         self._gate = self.recorder.queued.gate(self.engine)
         if self.shards is not None:
@@ -176,6 +178,7 @@ class Run:
         if self.book.nowhere:
             self.book.forget()
             self._returned()
+        self._own_loads.resumed(self.resumed)
 
     def _begin_with(self) -> None:
         """Fill the state from memory where the training was entered again, else from the newest checkpoint."""
@@ -188,15 +191,17 @@ class Run:
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         if self.shards is not None and self.shards.begin_with(selector):
             return
-        found = selector.load(lambda one: self._load(one.path, policy.several and not selector.named))
+        found = selector.load(lambda one: self._load(one.path, selector.named, policy.several))
         self.source.present = selector.present
         if found is not None and policy.unnumbered:
             FITS.resumed_unnumbered(config.directory, found.path)
 
-    def _load(self, path: Path, several: bool) -> None:
+    def _load(self, path: Path, named: bool, several: bool) -> None:
         checkpoint = checkpoint_at(path)
-        self.state.as_set.tell(checkpoint[KEY].get("as_set"), self.engine.note, path if several else None)
+        self.state.as_set.tell(checkpoint[KEY].get("as_set"), self.engine.note, path if several and not named else None)
         self.fill(checkpoint, path)
+        if not named:
+            self._own_loads.require_older(path)
 
     def fill(self, checkpoint: dict[str, Any], path: Path, shards: Callable[[], None] | None = None) -> None:
         """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well.
@@ -204,16 +209,14 @@ class Run:
         `shards` fills those of a sharded model; by default from `path`.
         """
         self.state.load(checkpoint, str(path), shards)
-        self._aux, self._returning = self._own_aux(checkpoint[KEY], path), True
+        self._returning = True
+        self._aux = aux_of(checkpoint[KEY], self.place, str(path), self.state.noting(self.engine.note))
         self._again, ranks = self.state.remember(checkpoint), (checkpoint[KEY]["world_size"], self.place.world_size)
         self.step, self.resumed = checkpoint["step"], path
         self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"], ranks)
         self.buckets.restore(checkpoint[KEY]["buckets"])
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
-
-    def _own_aux(self, record: dict[str, Any], path: Path) -> AuxState | None:
-        return aux_of(record, self.place, str(path), self.state.noting(self.engine.note))
 
     def at_boundary(self) -> None:
         """A resumed run is back at its position: restore random state, and what the loop may have changed."""
@@ -227,7 +230,7 @@ class Run:
 
     def _returned(self) -> None:
         """From here on nothing is restored any more."""
-        self._aux, self._returning, self._again = None, False, _nothing
+        self._aux, self._returning, self._again = None, False, lambda: None
 
     def _trains_before_its_data(self) -> None:
         """A resumed loop changes parameters before it has returned to its position: it rarely asks for data."""
@@ -242,6 +245,7 @@ class Run:
     def _opens(self) -> None:
         if self._returning:
             self._trains_before_its_data()
+        self._own_loads.opens()
         self.moving.opens()
         self._capture_unsettled()
         self._gate()
@@ -444,7 +448,3 @@ class Run:
         self._snapshot, self.step = snapshot, snapshot.step
         if self.shards is not None:
             self.shards.keep(snapshot, compare=False)
-
-
-def _nothing() -> None:
-    """Nothing to restore."""
