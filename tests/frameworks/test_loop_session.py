@@ -16,12 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
+from torch import save as torch_save
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
@@ -353,6 +355,23 @@ def test_every_with_numbers_that_are_no_multiples_of_it(tmp_path: Path) -> None:
                 optimizer.step()
             session.updated(number)
     assert [one.step for one in candidates([tmp_path], LAYOUT)] == [31, 23, 11]
+
+
+def test_saves_of_the_scripts_own_in_a_step_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the time of a save, however they are called; those of other threads say nothing about the loop."""
+    with Session.open(tmp_path / "ck", state=(state := tiny())) as session:
+        phases: list[str] = []
+        monkeypatch.setattr(session._run.engine, "progress", phases.append)
+        torch_save(state.container.state_dict(), tmp_path / "own.pt")
+        torch.distributed.checkpoint.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "own", no_dist=True)
+        assert set(phases) == {"save"} and len(phases) >= 2
+        del phases[:]
+        other = Thread(target=torch.save, args=({}, tmp_path / "other.pt"))
+        other.start()
+        other.join()
+        assert not phases
+    torch.save({}, tmp_path / "behind.pt")
+    assert not phases
 
 
 def test_bytes_that_are_written_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

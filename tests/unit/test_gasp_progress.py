@@ -101,8 +101,9 @@ def test_auto_learns_slow_steps() -> None:
     assert job.stall(1.0) == {0}
 
 
-def test_auto_waits_longer_where_epochs_end() -> None:
-    job = Watched(1, phase="data")
+@pytest.mark.parametrize("phase", ["data", "validation", "save", "between"])
+def test_auto_waits_longer_outside_of_a_step(phase: str) -> None:
+    job = Watched(1, phase=phase)
     job.train()
     assert job.progress.allowed(0) == OUTSIDE_FLOOR
 

@@ -22,7 +22,7 @@ SUSPENDED = 2.0
 
 # A rank that waits for others is in backward (or in a collective of validation or a save); the others wait for
 # one that is stuck elsewhere.
-_IN_STEP: frozenset[str] = frozenset({"forward", "backward", "update", "between"})
+_IN_STEP: frozenset[str] = frozenset({"forward", "backward", "update"})
 _WAITING: frozenset[str] = frozenset({"backward"})
 
 

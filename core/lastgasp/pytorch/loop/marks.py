@@ -42,6 +42,7 @@ class LoopMarks:
         for model in state.models.values():
             self._undo.append(follow_forward(model, self._before_forward, self._after_forward))
         self._backward = _replace_backward(self._around_backward)
+        self._undo.append(replace_attribute(torch.serialization, "_save", self._around_save))
         if self._ranges is not None:
             for optimizer in state.optimizers.values():
                 self._handles.append(optimizer.register_step_pre_hook(self._before_update))
@@ -140,6 +141,17 @@ class LoopMarks:
             self._ranges.backward.end()
         self._backward_over()
         return result
+
+    def _around_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Any `torch.save` of the training thread, as those of torch.distributed.checkpoint, is the user's own save."""
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self._engine.progress("save")
+            return original(*args, **kwargs)
+
+        return save
 
     def _before_update(self, *_: object) -> None:
         assert self._ranges is not None
