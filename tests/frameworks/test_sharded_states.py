@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lastgasp.checkpoint import Provenance, Staged
-from lastgasp.errors import CheckpointMismatch, NotSaveable
+from lastgasp.errors import CheckpointMismatch, ConfigError, NotSaveable
 from lastgasp.pytorch import sharded
 from lastgasp.pytorch.extrastate import ExtraStates
+from lastgasp.pytorch.loop.extras import Extras
 from lastgasp.pytorch.sharded_source import ShardedSource
 
 Ranks = Callable[..., None]
@@ -315,3 +316,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(held) for key, held in value.items()}
     return [_plain(held) for held in value] if isinstance(value, list) else value
+
+
+def test_sharded_tensors_are_refused_in_extra_and_cost_the_item_when_they_come_later(as_rank: Ranks) -> None:
+    """One rank's part would be loaded by all. What all ranks hold completely may be one, too."""
+    as_rank(0)
+    mesh = init_device_mesh("cpu", (2,))
+    part, whole = (distribute_tensor(torch.ones(4), mesh, [how], src_data_rank=None) for how in (Shard(0), Replicate()))
+    with pytest.raises(ConfigError, match=r"extra\['ema'\].*DTensor.*belong into a module of model="):
+        Extras({"ema": {"shadow": {"weight": part}}}).require()
+    ema: dict[str, Any] = {"shadow": {"weight": whole}}
+    extras = Extras({"ema": ema})
+    extras.require()
+    extras.take()
+    ema["shadow"] = {"weight": part}
+    taken, _ = extras.take()
+    assert ["cannot be saved" in note for note in extras.settle(taken)] == [True]
+    assert taken["ema"]["shadow"]["weight"].placements == whole.placements

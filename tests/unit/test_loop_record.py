@@ -274,6 +274,18 @@ def test_what_will_not_be_exact_is_noted(others: Position, says: list[str], reco
     )
 
 
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [(b"aaBBccDD", " in 'b', 'd', which"), (b"aaBB", ", which")],
+    ids=["items", "other script"],
+)
+def test_the_items_of_extra_that_differ_are_named(theirs: bytes, named: str, recorders: list[AuxRecorder]) -> None:
+    rows = Position(extra=b"aabbccdd"), Position(extra=theirs)
+    aux_states = {rank: shared(recorders[rank], row) for rank, row in enumerate(rows)}
+    [note] = notes_on(aux_states, Place(rank=0, world_size=2, replicas=((0, 1),)), "abcd")
+    assert f"differs from that of rank 0{named}" in note
+
+
 def test_what_was_added_to_a_checkpoint_is_as_good_as_saved(
     tmp_path: Path, recorders: list[AuxRecorder], caplog: pytest.LogCaptureFixture
 ) -> None:

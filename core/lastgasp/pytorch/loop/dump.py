@@ -33,7 +33,7 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
     of_others = run.recorder.note_on_buffers(aux_states, run.rank, counted)
     missing = run.state.extra_states.missing(snapshot.modules), run.moving.missing(step), of_others
     notes += [*filter(None, missing), *run.not_saved.notes()]
-    notes += notes_on(aux_states, run.place, seeded=run.state.elastic is not None)
+    notes += notes_on(aux_states, run.place, run.state.extra, seeded=run.state.elastic is not None)
     checkpoint: dict[str, Any] = run.state.dump(snapshot, tensors, run.update.copies if has_copy else None)
     if run.require(step) is not snapshot or run.update.has_copy != has_copy:
         raise NotSaveable(f"step {step} ended while it was being dumped")

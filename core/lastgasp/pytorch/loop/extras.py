@@ -8,10 +8,13 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch.owncopy import fill_in, own_copy
 
 log = logging.getLogger("lastgasp")
+
 
 class Extras:
     """Copies of `items`. What cannot be copied or saved costs that item, never the step.
@@ -36,7 +39,8 @@ class Extras:
                 self._good[name] = self._copy(name)
                 _pickle(self._good[name])
             except Exception as error:
-                remedy = "Keep numbers, strings, tensors, and containers of them."
+                remedy = ("Keep numbers, strings, tensors, and containers of them. Sharded tensors (an EMA of sharded "
+                          "parameters) belong into a module of model={...}.")  # fmt: skip
                 found, allowed = f"{type(error).__name__}: {error}", "what can be copied and pickled"
                 raise ConfigError(f"extra[{name!r}]", found, allowed, remedy) from error
 
@@ -83,8 +87,20 @@ class Extras:
 
 
 def _pickle(copied: Any) -> None:
-    """Raises what `torch.save` would."""
-    pickle.Pickler(_Nowhere(), protocol=2).dump(copied)
+    """Raises what `torch.save` would, and TypeError for sharded tensors: the file would have one rank's part."""
+    _Pickler(_Nowhere(), protocol=2).dump(copied)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and _is_a_part(value):
+            raise TypeError("it holds a sharded tensor (DTensor), of which each rank has its own part")
+        return NotImplemented
+
+
+def _is_a_part(value: Any) -> bool:
+    whole = all(one.is_replicate() for one in getattr(value, "placements", ()))
+    return not whole and value.device_mesh.size() > 1
 
 
 class _Nowhere:

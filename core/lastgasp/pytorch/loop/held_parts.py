@@ -59,7 +59,7 @@ class HeldParts(HeldShards):
         """As of a `ShardedLoop`."""
         place = self._writer.place
         loop = {name: value for name, value in small.items() if name != BUCKETS}
-        record = record_of(aux, place, True, small[BUCKETS], notes_on(aux, place))
+        record = record_of(aux, place, True, small[BUCKETS], notes_on(aux, place, small["extra"]))
         return {SHARDED_FILE: loop | {KEY: record}}
 
     def merge(self, staged: Staged, own: bytes, parts: Mapping[int, bytes], beside: Mapping[str, Any]) -> None:

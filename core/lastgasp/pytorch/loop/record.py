@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,22 @@ def record_of(
     }
 
 
-def notes_on(aux_states: Mapping[int, bytes], place: Place, seeded: bool = False) -> list[str]:
-    """What of the ranks' auxiliary states will not be exact, in words; `seeded`: nobody needs their random state."""
+def notes_on(
+    aux_states: Mapping[int, bytes], place: Place, items: Collection[str] = (), seeded: bool = False
+) -> list[str]:
+    """What of the ranks' auxiliary states will not be exact, in words.
+
+    Args:
+        items: the names in `TorchState.extra`; seeded: nobody needs their random state.
+    """
     lost = [rank for rank in range(place.world_size) if rank not in aux_states]
     known = {rank: about(extra_of(data)) for rank, data in sorted(aux_states.items())}
     stale = [rank for rank, (is_stale, _) in known.items() if is_stale]
     mine = known.get(place.rank, (False, b""))[1]
     other = [rank for rank, (_, extra) in known.items() if mine and extra and extra != mine]
-    notes = [f"TorchState(extra=...) of ranks {other} differs from that of rank {place.rank}, which all of them will "
-             "resume with: it is saved once"] if other else []  # fmt: skip
+    named = _differing(items, [mine, *(known[rank][1] for rank in other)])
+    notes = [f"TorchState(extra=...) of ranks {other} differs from that of rank {place.rank}{named}, which all of them "
+             "will resume with: it is saved once"] if other else []  # fmt: skip
     if seeded:
         return notes
     return (
@@ -132,6 +139,17 @@ def aux_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[s
             log.warning("%s: %s", path, text)
     own = own_aux(record, place.rank, place.world_size, note)
     return decode_aux(own) if own is not None else None
+
+
+def _differing(items: Collection[str], digests: Sequence[bytes]) -> str:
+    """Which items of `extra` differ, as its digests say (`TorchState.extra_digest`)."""
+    size = len(digests[0]) // len(items) if items else 0
+    if not size or len(set(map(len, digests))) > 1:
+        return ""
+    names = [
+        repr(name) for at, name in enumerate(items) if len({one[at * size : (at + 1) * size] for one in digests}) > 1
+    ]
+    return f" in {', '.join(names)}"
 
 
 class Buckets:

@@ -206,7 +206,7 @@ class ShardedLoop(ShardedSource):
     def beside(self, kept: Snapshot, small: dict[str, Any], aux: Mapping[int, bytes]) -> Mapping[str, Any]:
         """The loop's own file, with what a bit-equal resume needs."""
         run = self._run
-        notes = [*kept.notes, *run.not_saved.notes(), *notes_on(aux, run.place)]
+        notes = [*kept.notes, *run.not_saved.notes(), *notes_on(aux, run.place, run.state.extra)]
         for note in notes:
             run.engine.note(note)
         return {SHARDED_FILE: small | {KEY: record_of(aux, run.place, True, run.buckets.layouts, notes)}}

@@ -239,8 +239,8 @@ class TorchState:
         return digests_of(models, {self.optimizers.label(n): o for n, o in self.optimizers.items.items()})
 
     def extra_digest(self) -> bytes:
-        """Digest of the current `extra`; empty if there is none."""
-        return digest(leaves([state_of(item) for item in self.extra.values()])) if self.extra else b""
+        """Digests of the current items of `extra`, one after the other."""
+        return b"".join(digest(leaves(state_of(item))) for item in self.extra.values())
 
     # -- at the end of a step -----------------------------------------------------------------------------
 
