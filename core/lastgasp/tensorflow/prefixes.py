@@ -102,8 +102,8 @@ def newest_good(directory: str | os.PathLike[str], *, quarantine: bool = True) -
     layout = _of_manager(folder)
     unsealed = _unsealed(folder)
     sealed = any(one.manifest is not None for one in candidates([folder], layout))
-    others = [] if sealed else _passed_over(folder, layout)
-    if unsealed is not None and any(_is_newer(one.path, unsealed) for one in others):
+    beside = [] if sealed else _passed_over(folder, layout)
+    if unsealed is not None and any(_is_newer(one.path, unsealed) for one in beside):
         layout, unsealed = LAYOUT, None  # the script seals under other names now
     try:
         found = checkpoint.newest_good([folder], layout, quarantine)

@@ -46,7 +46,7 @@ class Extras:
 
     def take(self) -> tuple[dict[str, Any], list[str]]:
         """Copies of all, and what to note on a checkpoint that holds them; only the first time `settle` is tried."""
-        taken, notes = {}, []
+        taken, notes = {}, list[str]()
         for name in self._items:
             try:
                 taken[name] = self._copy(name)
