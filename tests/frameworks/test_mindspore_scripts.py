@@ -76,6 +76,23 @@ def test_mindformers_log_in_a_script_does_not_hide_what_can_be_resumed(tmp_path:
     assert job(tmp_path, "logs").steps(0) == [[1, 2, 3, 4, 5, 6], [7, 8]], finished.output
 
 
+def test_what_callbacks_change_and_draw_continues_unchanged(tmp_path: Path) -> None:
+    """One fault where an epoch begins, one inside of it, where callbacks see its begin once more."""
+    finals = []
+    for name, faults in (("reference", "0"), ("faulty", "570")):
+        folder = tmp_path / name
+        folder.mkdir()
+        outputs = []
+        for fails in faults:
+            finished = run(folder, "changes", fails)
+            assert (finished.returncode == 0) == (fails == "0"), finished.output
+            outputs.append(finished.output)
+        finals.append([line for line in outputs[-1].splitlines() if line.startswith("final ")])
+    assert finals[0] == finals[1] and len(finals[0]) == 8, outputs
+    noted = "changed learning_rate: kept as saved"
+    assert [noted in output for output in outputs] == [False, False, True], outputs
+
+
 def test_where_checkpointmonitor_in_a_script_is_not_resumed_is_said(tmp_path: Path) -> None:
     broken = run(tmp_path, "monitored", "raises")
     assert broken.returncode != 0 and "from scratch beside" not in broken.output, broken.output

@@ -1,7 +1,8 @@
 """The auxiliary state of a rank: random state, statistics that the forward pass changes, and the numbers of the step.
 
-Captured at the end of each step into a crash-safe buffer, which others on the host can read after the rank was killed.
-Parameters that the optimizer changes are not part of it: they are read live at the gasp.
+Captured at the end of each step, and again behind all callbacks, into a crash-safe buffer, which others on the host can
+read after the rank was killed. Of the optimizer only single values are part of it (a learning rate, `global_step`),
+since callbacks may change them before the next step; its weights and moments are read live at the gasp.
 """
 
 from __future__ import annotations
@@ -89,17 +90,15 @@ class AuxRecorder:
 
     Attributes:
         data: what the training data are, for people; set once that is known.
+        names: of the statistics, which may differ from rank to rank.
     """
 
     def __init__(self, train_network: Any) -> None:
         self.buffer = CrashSafeBuffer(_ROOM)
         self.data = ""
-        self._watched = _watched(train_network)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The parameters that are captured."""
-        return frozenset(watched.name for watched in self._watched)
+        statistics, values = _watched(train_network)
+        self._watched = statistics + values
+        self.names = frozenset(watched.name for watched in statistics)
 
     def capture(self, numbers: Numbers) -> None:
         """As of now. One thread at a time."""
@@ -131,6 +130,21 @@ class AuxRecorder:
             return  # fixed here or there
         for name, param in mine.items():
             param.set_data(_as_it(param, told[name].array()))
+
+    def put_back(self, step: int) -> list[str]:
+        """Undo what callbacks have changed and drawn since `step` was captured; returns the parameters' names."""
+        from mindspore import ops
+
+        state = decode(self.read(step))
+        restore_random(state)
+        changed = [
+            (watched.param, was)
+            for watched, was in zip(self._watched, state.statistics, strict=True)
+            if _statistic(watched) != was
+        ]
+        for param, was in changed:
+            ops.assign(param, _as_it(param, was.array()))  # a compiled graph may not see `set_data`
+        return [was.name for _, was in changed]
 
     def read(self, step: int) -> bytes:
         """The encoded state of `step`; empty if it is no longer known. From any thread."""
@@ -174,6 +188,20 @@ def loss_scale(numbers: Numbers, statistics: Mapping[str, Any]) -> float | None:
     return float(found[0].reshape(-1)[0]) if len(found) == 1 else numbers.loss_scale
 
 
+def reported_scale(outputs: Any) -> float | None:
+    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (mindformers.md §5).
+
+    The network of a user may return something else there.
+    """
+    if not isinstance(outputs, tuple | list) or len(outputs) < 3:
+        return None
+    value = outputs[2]
+    try:
+        return float(value.asnumpy()) if hasattr(value, "asnumpy") else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 def _numpy_state() -> tuple[Any, Any, Any, Any, Any]:
     state: Any = numpy.random.get_state()
     kind, key, position, has_gauss, gauss = state
@@ -201,23 +229,26 @@ def _is_scaling(name: str) -> bool:
     return name.rpartition(".")[2] in _SCALING
 
 
-def _watched(train_network: Any) -> tuple[_Watched, ...]:
+def _watched(train_network: Any) -> tuple[tuple[_Watched, ...], tuple[_Watched, ...]]:
+    """Statistics, and single values of the optimizer."""
     from mindspore import nn
 
     optimizers = [cell for _, cell in train_network.cells_and_names() if isinstance(cell, nn.Optimizer)]
-    theirs = {id(param) for optimizer in optimizers for param in _of_optimizer(optimizer)}
+    weights = {id(param) for optimizer in optimizers for param in optimizer.parameters}
+    theirs = {id(param) for optimizer in optimizers for param in optimizer.get_parameters()} - weights
     # Under their own names, as checkpoints have them, not under the path of cells that leads to them.
     named = {param.name: param for _, param in train_network.parameters_and_names()}
-    return tuple(_Watched(name, param) for name, param in named.items() if id(param) not in theirs and _counts(param))
+    counted = [_Watched(name, param) for name, param in named.items() if id(param) not in weights and _counts(param)]
+    values = tuple(one for one in counted if id(one.param) in theirs and _size(one.param) == 1)
+    return tuple(one for one in counted if id(one.param) not in theirs), values
 
 
-def _of_optimizer(optimizer: Any) -> list[Any]:
-    """Its own parameters, and the weights that it changes."""
-    return [*optimizer.get_parameters(), *optimizer.parameters]
+def _size(param: Any) -> int:
+    return int(numpy.prod(param.shape))
 
 
 def _counts(param: Any) -> bool:
-    size = int(numpy.prod(param.shape)) * param.itemsize
+    size = _size(param) * param.itemsize
     return size <= _LARGEST and not param.name.startswith(RESET) and "BFloat16" not in str(param.dtype)
 
 

@@ -52,6 +52,16 @@ class LastGasp(Callback):  # type: ignore[misc]
         elif switched() is not False:
             log.error("%s", _UNSEEN)
 
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        """All other callbacks have seen an epoch begin."""
+        if self.run is not None:
+            self.run.epoch_begin()
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        """And its end."""
+        if self.run is not None:
+            self.run.epoch_end()
+
     def on_train_step_begin(self, run_context: Any) -> None:
         """The last check before the graph, which does not run during a recovery."""
         if self.run is not None:

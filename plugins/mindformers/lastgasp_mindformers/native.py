@@ -175,18 +175,17 @@ def write_iteration(
     """
     network, optimizer = cells
     weights = {param.name for param in network.get_parameters()}
-    told = {name: mindspore.Tensor(value) for name, value in statistics.items() if name in weights}
+    own = {param.name for param in optimizer.get_parameters()} - weights if optimizer is not None else set()
 
-    def live(name: str) -> bool:
-        return name not in told
+    def save(cell: Any, file: str, names: set[str]) -> None:
+        told = {name: mindspore.Tensor(value) for name, value in statistics.items() if name in names}
+        live = names - told.keys()
+        path = str(folder / file)
+        mindspore.save_checkpoint(cell, path, append_dict=told, choice_func=live.__contains__, format="safetensors")
 
-    def others(name: str) -> bool:
-        return name not in weights
-
-    save = mindspore.save_checkpoint
-    save(network, str(folder / files[0]), append_dict=told, choice_func=live, format="safetensors")
+    save(network, files[0], weights)
     if optimizer is not None:
-        save(optimizer, str(folder / files[1]), choice_func=others, format="safetensors")
+        save(optimizer, files[1], own)
     (folder / files[-1]).write_text(json.dumps(content, indent=4))
 
 

@@ -261,7 +261,6 @@ def _made(run: PynativeRun) -> tuple[Any, Any]:
             run.step_begin(run.at(int(state.global_step) + 1))
 
         def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-            run.saved(int(state.global_step))
             run.callbacks_end()
 
         def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:

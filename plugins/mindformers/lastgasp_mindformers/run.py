@@ -12,7 +12,7 @@ import mindspore
 from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, ManifestWriter, Options, Released, is_success
 from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN
 from lastgasp_mindformers import begun, later
-from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, restore_random
+from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, reported_scale, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later
 from lastgasp_mindformers.data import UNSEEDED, changed, described, steps_of_epoch
 from lastgasp_mindformers.digests import digests_of, unknown_yet
@@ -116,7 +116,8 @@ class Run:
         self._aux = b""
         self._seen = self._epochs = self._size = 0
         self._dataset: Any = None
-        self._ended = self._saves = self._first = self._left = False
+        self._ended = self._saves = self._first = self._left = self._again = False
+        self._unseen = ""
         self.session.register(device(), versions())
 
     # -- start ------------------------------------------------------------------------------------
@@ -256,6 +257,7 @@ class Run:
         self._offset = done - int(params.cur_step_num)
         self._saves = any(is_monitor(callback) for callback in params.list_callback)
         within = (done - 1) % int(params.batch_num) + 1 if done else 0  # as CheckpointMonitor names that step
+        self._again = 0 < within < int(params.batch_num)
         epoch = _epoch(params, done)
         if self._epochs:  # the user has begun at a later one; these are over, and `batch_num` may be a `sink_size`
             epoch = self._epochs + (not done or done % self._size != 0)
@@ -287,7 +289,7 @@ class Run:
         """Of the step under way, as CheckpointMonitor counts: `cur_step_num` already says it."""
         current = int(params.cur_step_num)
         within = (current - 1) % int(params.batch_num) + 1
-        return Numbers(self._offset + current, int(params.cur_epoch_num), within, _loss_scale(outputs))
+        return Numbers(self._offset + current, int(params.cur_epoch_num), within, reported_scale(outputs))
 
     def step_begin(self, params: Any) -> None:
         """After all other callbacks, before the graph.
@@ -328,11 +330,36 @@ class Run:
             self.manifests.step_end(int(before) + int(params.cur_step_num))
             return
         self.state.stop_if_taken(self._saves)
-        self._seen = self.state.numbers.step
-        self.manifests.step_end(self.state.numbers.step)
+        self.state.capture_again()
+        numbers = self.state.numbers
+        self._seen = numbers.step
+        if params is not None and numbers.within == int(params.batch_num):
+            self._unseen = f"epoch {numbers.epoch} was cut short on rank {self.place.rank} after its last step"
+        self.saved(numbers.step)
         self.state.others_end()
         self._marks.step_end()
         self.session.progress("data")
+
+    def saved(self, step: int) -> None:
+        """The framework may have saved this step: a manifest for it."""
+        self.manifests.step_end(step)
+
+    def epoch_begin(self) -> None:
+        """After all other callbacks: where training resumes inside of an epoch, it had begun before."""
+        if self.state is None or not self._again:
+            return
+        self._again = False
+        if names := self.state.aux.put_back(self.state.numbers.step):
+            self.session.note(
+                f"callbacks saw the epoch begin again behind the resume and changed {', '.join(names[:3])}"
+                f"{' and others' * (len(names) > 3)}: kept as saved, since that epoch had begun before the fault"
+            )
+
+    def epoch_end(self) -> None:
+        """After all other callbacks."""
+        if self.state is not None:
+            self.state.capture_again()
+            self._unseen = ""
 
     def evaluates(self) -> None:
         """An evaluation has come to its next batch: all of them may take longer than a job may go without progress."""
@@ -385,9 +412,11 @@ class Run:
 
     def before_exit(self) -> None:
         """Note what callbacks did not see."""
+        unseen = self._unseen
         if self.state is not None and (step := self.state.numbers.step) > self._seen:
-            self.session.note(f"step {step} was cut short on rank {self.place.rank} after its update: callbacks that "
-                              "did not see its end, and their logs, have nothing of it")  # fmt: skip
+            unseen = f"step {step} was cut short on rank {self.place.rank} after its update"
+        if unseen:
+            self.session.note(f"{unseen}: callbacks that did not see its end, and their logs, have nothing of it")
 
     def advice(self) -> str:
         """About sharded parameters."""
@@ -408,17 +437,3 @@ def _made(options: Options) -> LastGasp:
 
 def _epoch(params: Any, done: int) -> int:
     return max(1, -(-done // int(params.batch_num)))
-
-
-def _loss_scale(outputs: Any) -> float | None:
-    """The third output of a train network with loss scaling, as CheckpointMonitor takes it (mindformers.md §5).
-
-    The network of a user may return something else there.
-    """
-    if not isinstance(outputs, tuple | list) or len(outputs) < 3:
-        return None
-    value = outputs[2]
-    try:
-        return float(value.asnumpy()) if hasattr(value, "asnumpy") else float(value)
-    except (TypeError, ValueError):
-        return None

@@ -108,6 +108,11 @@ class MindSporeState:
             self._in_graph, self._saving = False, saves and not self._taken
         self.stop_if_taken(saves)
 
+    def capture_again(self) -> None:
+        """Other callbacks have seen the end of the step: what they have changed and drawn is part of it."""
+        with self._done:
+            self.aux.capture(self.numbers)
+
     def others_begin(self) -> None:
         """As `step_end` with `saves`, once more when training has ended. Raises Released."""
         with self._done:

@@ -20,7 +20,7 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers import topology
-from lastgasp_mindformers.aux_state import AuxRecorder
+from lastgasp_mindformers.aux_state import AuxRecorder, reported_scale
 from lastgasp_mindformers.callback import Boundary, LastGasp
 from lastgasp_mindformers.digests import digests_of
 from lastgasp_mindformers.left_files import LeftFiles
@@ -46,7 +46,7 @@ def made(status: RankStatus) -> Any:
         None, aux, status, before_update=status.before_update, step_completed=status.step_completed, finish=10.0
     )
     run._dataset, run._aux, run._ended, run._saves, run._first, run._epochs = None, b"", False, False, False, 0
-    run._left_files = LeftFiles()
+    run._left_files, run._again, run._unseen = LeftFiles(), False, ""
     run._network, run.source = nn.Dense(2, 2), MindSporeSource.__new__(MindSporeSource)
     run.selector, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run
@@ -165,7 +165,7 @@ def main(folder: str) -> dict[str, Any]:
     run.session.fault.return_value = Release(recovery=1, ending="saved", step=12, path="", reason="")
     run.end_with(ValueError("of a callback"))
     told["raised"] = inside()
-    told["scale"] = [module._loss_scale(outputs) for outputs in OUTPUTS]
+    told["scale"] = [reported_scale(outputs) for outputs in OUTPUTS]
     told["pynative"] = pynative_at(12)
     options: Any = None
     told["sinks"] = sinks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,47 @@ class Fails(Callback):  # type: ignore[misc]
             raise ValueError("of a test")
 
 
+class Changes(Callback):  # type: ignore[misc]
+    """What callbacks of users change and draw, and a fault before the step that makes `at`."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    @staticmethod
+    def _times(param: Any, factor: float) -> None:
+        ms.ops.assign(param, ms.Tensor(float(param.asnumpy()) * factor, ms.float32))
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        self._times(run_context.original_args().optimizer.learning_rate, 0.5)
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        if run_context.original_args().cur_step_num == self._at:
+            raise ValueError("of a test")
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        self._times(run_context.original_args().train_network.network.temperature, random.uniform(0.8, 1.0))
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        self._times(run_context.original_args().train_network.network.temperature, 1.5)
+
+
+class Tempered(nn.WithLossCell):  # type: ignore[misc]
+    """A loss with a temperature that nothing in the graph changes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.temperature = ms.Parameter(ms.Tensor(1.0, ms.float32), name="temperature", requires_grad=False)
+
+    def construct(self, data: Any, label: Any) -> Any:
+        return super().construct(data, label) / self.temperature
+
+
 def made() -> tuple[Any, Any, Any]:
     """A model, its data, and its network without the optimizer."""
     ms.set_seed(1)
-    random = np.random.default_rng(0)
-    data = random.random((SIZE * 8, 8)).astype(np.float32), random.random((SIZE * 8, 2)).astype(np.float32)
+    drawn = np.random.default_rng(0)
+    data = drawn.random((SIZE * 8, 8)).astype(np.float32), drawn.random((SIZE * 8, 2)).astype(np.float32)
     dataset = ms.dataset.NumpySlicesDataset(data, shuffle=True).batch(8)
     net = nn.Dense(8, 2)
     return Model(net, nn.MSELoss(), nn.Momentum(net.trainable_params(), 0.01, 0.9)), dataset, net
@@ -162,6 +199,17 @@ def monitored(folder: Path, fails: str) -> None:
     model, dataset, _ = made()
     saves = CheckpointMonitor(prefix="net", directory=str(folder / "ckpts"), save_checkpoint_steps=4)
     model.train(2, dataset, callbacks=[Losses(), saves, *([Fails(6)] if fails else []), LastGasp(str(folder / "own"))])
+
+
+def changes(folder: Path, fails: str) -> None:
+    """Callbacks change a parameter and the learning rate; `fails` says before which step a fault comes, 0 for none."""
+    _, dataset, net = made()
+    random.seed(3)
+    optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+    model = Model(Tempered(net, nn.MSELoss()), optimizer=optimizer)
+    model.train(3, dataset, callbacks=[Losses(), Changes(int(fails)), LastGasp(str(folder / "ckpts"))])
+    for param in model.train_network.get_parameters():
+        print(f"final {param.name} {param.asnumpy().tobytes().hex()}", flush=True)
 
 
 class Reads(Callback):  # type: ignore[misc]
