@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ class Engine:
         self.place = Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=attempt)
         self.session: Any = self
         self.closed = 0
+        self.errors: list[BaseException] = []
         self.wishes = Wishes()
         self.note = self.notes.append
 
@@ -47,6 +50,7 @@ class Engine:
 
     def failed(self, error: BaseException) -> None:
         """Nothing is entered again, unless the test says so."""
+        self.errors.append(error)
 
     def finish(self) -> None:
         """Training ended well."""
@@ -246,6 +250,29 @@ def test_what_is_missing_at_the_first_update_is_said_and_not_waited_for(
     assert engine.began == []
     found.decorate(lambda: update(found, 3))()
     assert engine.began == [2]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("in the child"), SystemExit(0)])
+def test_a_forked_process_says_nothing_of_this_rank(error: BaseException | None, engine: Engine) -> None:
+    """A loader's worker, or a child of the script's own, comes out of the training function, too."""
+    found, parent, children = started(), os.getpid(), []
+
+    def main() -> None:
+        update(found, 1)
+        children.append(os.fork())
+        if not children[0] and error is not None:
+            raise error
+        update(found, 2)
+
+    with contextlib.suppress(RuntimeError, SystemExit):
+        found.decorate(main)()
+    if os.getpid() != parent:
+        try:
+            found._script_ended()
+        finally:
+            os._exit(len(engine.errors) + engine.closed + len(engine.steps) - 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+    assert (engine.closed, engine.steps) == (1, [1, 2])
 
 
 def test_a_decorated_function_that_was_never_protected_says_so(

@@ -68,6 +68,7 @@ class Processor:
     _protection: Protection | None = None
     _inside: bool = False
     _decorated: bool = False
+    _forked: bool = False
 
     def __post_init__(self) -> None:
         self.before_update: Callable[[], None] = self._first_update
@@ -92,7 +93,13 @@ class Processor:
         if self.rank < 0:
             raise NotRunning("tft_start_processor before tft_init_processor")
         self.started = True
-        atexit.register(self._script_ended, os.getpid())
+        atexit.register(self._script_ended)
+        os.register_at_fork(after_in_child=self._forked_here)
+
+    def _forked_here(self) -> None:
+        """In a process that this one has forked (a loader's worker): whatever it does is not said of this rank."""
+        self._protection, self.order, self.waits, self._forked = None, None, False, True
+        self._unprotected()
 
     def require_running(self, what: str) -> None:
         """Raises NotRunning."""
@@ -107,13 +114,13 @@ class Processor:
         if protection is not None:
             protection.close()
 
-    def _script_ended(self, pid: int) -> None:
+    def _script_ended(self) -> None:
         """A script that does not call `tft_destroy_processor` has ended well, unless it was a traceback, or a dump.
 
-        MindIO's own hook at exit tells even those as a normal end. Processes that were forked here have it, too.
+        MindIO's own hook at exit tells even those as a normal end.
         """
         protection = self._protection
-        if protection is None or pid != os.getpid() or getattr(sys, "last_value", None) is not None:
+        if protection is None or getattr(sys, "last_value", None) is not None:
             return
         if protection.run.session.status.outcome is None:
             self.close()
@@ -161,7 +168,7 @@ class Processor:
         Args:
             at_entry: of the decorated function, inside of which what is missing may come: before its first update.
         """
-        if self._protection is not None:
+        if self._protection is not None or self._forked:
             return
         self.before_update, self.completed, self._inside = self._first_update, self._first_completed, False
         if not self.started:
