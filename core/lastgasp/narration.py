@@ -17,6 +17,7 @@ STARTING = {"killed": "was killed", "exit": "ended", "exception": "raised an exc
 _SEEN = ("killed", "exit", "hang", "lost")
 """Kinds of faults that the rank itself does not report: its step may be that of an old heartbeat."""
 _END = re.compile(r"exited with code \d+|\bSIG[A-Z]+\b")
+_ON_HOST = re.compile(r"on (\S+): ")
 _SIGNAL = re.compile(r"\bSIG[A-Z]+\b")
 
 
@@ -40,10 +41,13 @@ def _faults(faults: Sequence[Fault], incident: Incident) -> str:
 
 
 def _fault(fault: Fault, saved: int) -> str:
+    rank, cause = f"rank {fault.rank}", fault.cause
+    if fault.kind in _SEEN and (host := _ON_HOST.match(cause)):
+        rank, cause = f"{rank} on {host[1]}", cause[host.end() :]
     if fault.step < 0 and fault.kind in STARTING:
-        return f"rank {fault.rank} {STARTING[fault.kind]} while it was starting ({_how(fault.cause)})"
-    signal = _SIGNAL.search(fault.cause)
-    cause = _short(fault.cause)
+        return f"{rank} {STARTING[fault.kind]} while it was starting ({_how(cause)})"
+    signal = _SIGNAL.search(cause)
+    cause = _short(cause)
     words = {
         "killed": f"was killed ({signal.group()})" if signal else f"died ({cause})",
         "exception": f"raised {cause}",
@@ -56,9 +60,9 @@ def _fault(fault: Fault, saved: int) -> str:
     }
     verb, step = words[fault.kind], fault.step + 1
     if fault.kind in _SEEN and 0 < step < saved:  # the others have completed more with it
-        return f"rank {fault.rank} {verb}, last heard of in step {step}"
+        return f"{rank} {verb}, last heard of in step {step}"
     place = f" in step {step}" if step > 0 else ""
-    return f"rank {fault.rank} {verb}{place}" if len(verb) <= 40 else f"rank {fault.rank}{place} {verb}"
+    return f"{rank} {verb}{place}" if len(verb) <= 40 else f"{rank}{place} {verb}"
 
 
 def _how(cause: str) -> str:

@@ -15,6 +15,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from lastgasp import exitcodes
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
+from lastgasp.gasp.cards import WorkerCard
+from lastgasp.gasp.ends import BROKE, kind_of_end
 from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.serve import ControllerThread, new_token
@@ -137,14 +139,15 @@ def test_a_rank_that_does_not_hear_the_end_of_the_recovery_is_killed_by_its_own_
     assert [handler.killed for handler in handlers] == [killed, False]
 
 
-def test_the_end_of_a_new_process_that_had_not_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_process_is_told_with_the_incarnation_that_it_was_of(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[m.Exited]()
     keeper = SimpleNamespace(agreed=AGREED, connected=True, exited=told.append)
     one = second(keeper, [Handler(False), Handler(True)])
     monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: None)
     monkeypatch.setattr(Desk, "entries", {2: Entry(rank=2, pid=7, hold=1.0, directory="")})
     one.report_exit(2, "killed by SIGKILL", 7)
-    assert told == [], "its connection tells"
+    assert told == [m.Exited(attempt=0, incarnation=0, rank=2, how="killed by SIGKILL")], "its connection tells less"
+    told.clear()
     assert one.replaced({2: "killed by SIGKILL"})
     one.report_exit(2, "exited with code 1", 8)
     assert told == [m.Exited(attempt=0, incarnation=1, rank=2, how="exited with code 1")]
@@ -160,14 +163,41 @@ def test_the_end_of_a_process_that_has_never_joined_is_told() -> None:
 
 
 def test_the_end_of_a_process_between_two_trainings_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of its connection is none of its process there."""
+    """The end of its connection is none of its process there; in the middle of one it does not tell how it ended."""
     told = list[m.Exited]()
     one = second(SimpleNamespace(agreed=None, connected=True, exited=told.append), [Handler(False), Handler(True)])
     entries = {rank: Entry(rank=rank, pid=7, hold=1.0, directory="", left=rank == 2) for rank in (2, 3)}
     monkeypatch.setattr(Desk, "entries", entries)
     for rank in (2, 3):
         one.report_exit(rank, "killed by SIGKILL", 7)
-    assert told == [m.Exited(attempt=0, incarnation=0, rank=2, how="killed by SIGKILL")]
+    assert told == [m.Exited(attempt=0, incarnation=0, rank=rank, how="killed by SIGKILL") for rank in (2, 3)]
+
+
+def test_the_record_names_the_host_of_a_dead_rank_and_how_it_ended(thread: ControllerThread) -> None:
+    """Its launcher knows, and the connection of a rank on another host does not tell."""
+    end, exited = thread.endpoint, m.Exited(attempt=0, incarnation=0, rank=1, how="killed by SIGKILL")
+    with ExitStack() as stack:
+        keeper = stack.enter_context(closing(BufferKeeper(end.address, end.token)))
+        links = [stack.enter_context(closing(Link(end.address, end.token, hello(rank, 2)))) for rank in range(2)]
+        for rank, link in enumerate(links):
+            card = WorkerCard(rank=rank, node=f"h{rank}", pid=7 + rank, device="", versions={}, started_ns=1)
+            link.send(m.Register(card=card))
+            link.send(m.Begin(step=3, durable=3, buffer_fd=-1))
+        attempt = thread._controller.attempt
+        assert attempt is not None
+        until(lambda: len(attempt.begun) == 2, "both train")
+        keeper.exited(exited)
+        until(lambda: bool(attempt.machine.faults), "it is seen")
+        [fault] = attempt.machine.faults
+        assert (fault.kind, fault.rank, fault.cause) == ("killed", 1, "on h1: killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [(f"{BROKE}: timed out", "lost"), ("exited with code 3", "exit"), ("killed by SIGKILL", "killed"), ("", "killed")],
+)
+def test_what_kind_of_fault_an_end_is(how: str, kind: str) -> None:
+    assert kind_of_end(how) == kind
 
 
 def test_who_waits_for_a_rank_that_ended_between_two_trainings_is_told_at_once(thread: ControllerThread) -> None:

@@ -82,6 +82,15 @@ SAVED = {"ending": "saved", "step_saved": 33, "savers": [1], "steps_lost": 0}
             incident(fault("exception", cause="ValueError: x", step=30), **SAVED),
             "rank 0 raised ValueError: x in step 31; step 33 saved by rank 1",
         ),
+        (
+            incident(fault("killed", 1, cause="on hb: its connection closed, killed by SIGKILL"), **SAVED),
+            "rank 1 on hb was killed (SIGKILL) in step 34; step 33 saved by rank 1",
+        ),
+        (
+            incident(fault("lost", 1, cause="on hb: its connection broke: timed out"), **SAVED),
+            "rank 1 on hb in step 34 was lost with its host or link (its connection broke: timed out); "
+            "step 33 saved by rank 1",
+        ),
         (incident(), "a fault that left no trace; the recovery has not ended"),
     ],
 )

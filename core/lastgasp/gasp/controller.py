@@ -35,7 +35,6 @@ from .operator import NOBODY
 from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, read_out, terminate
 from .process_monitor import ProcessMonitor
 from .records import RecordWriter
-from .roster import CLOSED
 from .service import Service
 from .tls import TlsFiles
 
@@ -205,6 +204,7 @@ class Controller:
             # The end of an authenticated connection is handled elsewhere; a rank's by the state machine.
             if vanished(error) and (lost := self._by_writer.get(writer)) is not None and lost.elsewhere is not None:
                 self.keepers.lost(lost.elsewhere[0])
+                lost.silent = plain(error)
             say = log.debug if isinstance(error, NotYet) or not self._door.is_stranger() else self._door.log.warning
             say("connection from %s closed: %s", writer.get_extra_info("peername"), plain(error))
         except asyncio.CancelledError:
@@ -354,9 +354,8 @@ class Controller:
 
     def _closed(self, peer: Peer) -> None:
         peer.writer = None
-        evidence, at_ns = peer.death or (CLOSED, _clock.wall_ns())
         with self._guard("the end of a connection"):
-            self._lost(peer, evidence, at_ns)
+            self._lost(peer, *peer.end)
 
     def _lost(self, peer: Peer, evidence: str, at_ns: int) -> None:
         attempt, rank = self.attempt, peer.rank
@@ -365,12 +364,13 @@ class Controller:
         status = self._watch.exit_status(rank) if self._watch is not None else ""
         text = f"{evidence} ({status})" if status else evidence
         self.keepers.ask(rank)
-        self._gone(attempt, rank, text, status, at_ns)
+        self._gone(attempt, rank, text, status or (evidence if peer.silent else ""), at_ns)
         self._service.gone(rank, text)
         if peer.death is not None or not attempt.was_ended_by(rank):  # it may come to the script's next training
             self._fail_gathers(f"rank {rank} is gone: {text}")
 
     def _gone(self, attempt: Attempt, rank: int, text: str, how: str, at_ns: int) -> None:
+        text = self._service.roster.on_host(rank) + text
         self._do(attempt.machine.gone(rank, text, kind_of_end(how), at_ns, _clock.monotonic()))
 
     def _saw_death(self, rank: int, pid: int, evidence: str, at_ns: int) -> None:

@@ -379,7 +379,7 @@ class Ladder(Machine):
         if lost and self.slow and not self._from_files:  # those who begin with files may take as long as they like
             return self.slow
         causes = [fault for fault in self.faults if fault.kind != "peer"]
-        others = [fault for fault in causes if fault.rank not in lost or fault.kind not in ("killed", "hang")]
+        others = [fault for fault in causes if fault.rank not in lost or fault.kind not in ("killed", "hang", "lost")]
         for fault in others:
             if fault.kind != "exception" or fault.rank in self._stubborn or fault.rank in lost:
                 return f"a fault of that kind is not answered in place ({fault.kind} on rank {fault.rank})"

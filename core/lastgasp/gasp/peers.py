@@ -17,7 +17,10 @@ from lastgasp import _clock
 
 from . import lifeline
 from . import messages as m
+from .ends import BROKE
 
+CLOSED = "its connection closed"
+"""The evidence where a rank has closed its connection and its process has not been seen to die."""
 READ_OUT = 10.0
 """Seconds for reading a dead process's last messages: they are on this host already, but it may be overloaded."""
 TURNS = 3
@@ -40,6 +43,13 @@ class Peer:
     """From which it has connected."""
     death: tuple[str, int] | None = None
     """Evidence of its process's death and when it was seen; its connection may not have ended yet."""
+    silent: str = ""
+    """Why its connection broke, where its host or its link does not answer any more."""
+
+    @property
+    def end(self) -> tuple[str, int]:
+        """What shows that the rank is gone, and when that was seen."""
+        return self.death or (f"{BROKE}: {self.silent}" if self.silent else CLOSED, _clock.wall_ns())
 
 
 def unread(writer: asyncio.StreamWriter) -> bool:

@@ -9,9 +9,7 @@ from . import messages as m
 from .attempt import Attempt
 from .cards import JobState, RankRow, RankState, WorkerCard
 from .members import Member
-
-CLOSED = "its connection closed"
-"""The evidence where a rank has closed its connection and its process has not been seen to die."""
+from .peers import CLOSED
 
 
 @dataclass
@@ -52,6 +50,11 @@ class Roster:
         """Its connection has ended."""
         if (entry := self._entries.get(rank)) is not None:
             entry.ended = why
+
+    def on_host(self, rank: int) -> str:
+        """Where it runs, as the beginning of a text; empty where all run on one host, or that is not known."""
+        nodes = {number: entry.card.node for number, entry in self._entries.items() if entry.card is not None}
+        return f"on {nodes[rank]}: " if rank in nodes and len(set(nodes.values())) > 1 else ""
 
     def rows(self, attempt: Attempt, now: float) -> tuple[RankRow, ...]:
         """Return one row for each rank that the job should have."""

@@ -255,13 +255,13 @@ class InPlace:
             self._growth.agreed(again)
 
     def report_exit(self, rank: int, how: str, pid: int) -> None:
-        """A worker of this host has ended. Another host's is known by its connection, where that tells."""
+        """A worker of this host has ended."""
         if self._attempt.controller is not None:
             self._attempt.report_exit(rank, how, pid)
         elif self._attempt.have_left([rank]):  # others may wait for it to come to the script's next training
             again = self._agreed()
             self._report(rank, how, again.incarnation if again is not None else 0)
-        elif self._done or rank not in self._attempt.desk.entries:
+        else:  # its connection ends as well, but does not tell how
             self._report(rank, how, self._done)
 
     def report_exits(self, failed: Mapping[int, str]) -> None:

@@ -60,7 +60,7 @@ class Waiting:
 
     def text(self) -> str:
         """Describe what is awaited and what is safe."""
-        state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
+        state: Any = getattr(getattr(self._handler, "_state_holder", None), "state", None)
         if getattr(self._handler, "_this_node", None) in getattr(state, "redundancy_list", ()):
             running = ", ".join(sorted(str(node.addr) for node in state.participants))
             return f"waiting: the job runs with all its hosts ({running}); this launcher is one too many, or a spare"
