@@ -110,15 +110,21 @@ def _steps(count: int | None) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def started(version: str, ranks: int, backend: str, directory: str, step: int, recovery: str | None = None) -> str:
+def whence(step: int, loaded: bool) -> str:
+    """What training begins with: that step, loaded, or nothing (0); where only its first step is known, that."""
+    if not loaded:
+        return f"its first step is {step + 1}"
+    return f"resumes from step {step}" if step else "starts from scratch"
+
+
+def started(version: str, ranks: int, backend: str, directory: str, whence: str, recovery: str | None = None) -> str:
     """Format the line at the start of an attempt.
 
     Args:
         backend: which backend leads recoveries, and why, in words.
-        step: the step that training resumes from; 0 if from scratch.
+        whence: as of `whence`.
         recovery: how faults may be answered (`messages.Begin`); None where that is for others to say.
     """
-    whence = f"resumes from step {step}" if step else "starts from scratch"
     plural = "1 rank" if ranks == 1 else f"{ranks} ranks"
     answers = "" if recovery is None else f"; recovery={_RECOVERY.get(recovery, recovery)}"
     return f"lastgasp {version}: {plural}, {backend}; checkpoints in {directory}; {whence}{answers}"

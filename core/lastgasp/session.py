@@ -228,8 +228,11 @@ class Session:
         self._processor.begin()  # the controller may have to have it saved before the training is entered
         self._sign()
 
-    def training_started(self, step: int, durable: int) -> None:
-        """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint."""
+    def training_started(self, step: int, durable: int, loaded: bool = True) -> None:
+        """Training starts (or resumes) with `step` completed, `durable` of them in a committed checkpoint.
+
+        `loaded`: as of `AdapterRun.begin`.
+        """
         self._leaving.renew()
         self.step_completed = self._first_step_completed
         leaving.training_begins()
@@ -239,7 +242,7 @@ class Session:
         if self.place.rank == 0:
             answered = self.status.recovery if launched() and self.backend.backend == "embedded" else None
             log.info("%s", narration.started(__version__, self.place.world_size, self.backend.brief(),
-                                             str(self.config.directory), step, answered))  # fmt: skip
+                                             str(self.config.directory), narration.whence(step, loaded), answered))
             variables.warn_of_unknown()
         self.status.progress("data")  # the hang watchdog counts from here, as starting the backend may take minutes
         self.register()

@@ -216,6 +216,7 @@ CASES = [
     ),
     case("port-repeated", DUMP, (TTP_PORT, TTP_PORT + TTP_PORT.replace("8000", "8000 # HERE").replace("ttp", "x"))),
     case("port-repeated", DUMP, (TASKD, TASKD + TASKD.replace("9601", '"9601" # HERE').replace("taskd", "x"))),
+    case("port-repeated", DUMP, (TTP_PORT, TTP_PORT + TTP_PORT.replace("8000", "8081 # HERE"))),
     case("port-name", DUMP, (TTP_PORT, TTP_PORT + "                - containerPort: 8081 # HERE\n")),
     case("host-network-ports", DUMP, (POD, "        spec:\n          hostNetwork: true # HERE\n          containers:")),
     case(

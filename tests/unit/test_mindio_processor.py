@@ -33,10 +33,13 @@ class Engine:
         self.errors: list[BaseException] = []
         self.wishes = Wishes()
         self.note = self.notes.append
+        self.saver = SimpleNamespace(has=(4,).__contains__)
+        self.loaded: list[bool] = []
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, loaded: bool) -> None:
         """Training begins."""
         self.began.append(step)
+        self.loaded.append(loaded)
         self.status.step = step
 
     def before_update(self) -> None:
@@ -157,6 +160,31 @@ def test_without_it_each_pair_is_an_update(engine: Engine, megatron: SimpleNames
     for step in (7, 8):
         update(found, step)
     assert (engine.began, engine.steps) == ([6], [7, 8])
+
+
+@pytest.mark.parametrize(("first", "later", "loaded"), [(1, False, True), (5, False, True), (5, True, False),
+                                                         (10, False, False)])  # fmt: skip
+def test_a_step_that_nobody_can_have_loaded_is_not_called_resumed(
+    first: int, later: bool, loaded: bool, engine: Engine
+) -> None:
+    """There is a checkpoint of step 4; a script may count in tens, or call the training function for each epoch."""
+    found = started()
+    if later:
+        update(found, 1)
+        found.close()
+    update(found, first)
+    assert (engine.began[-1], engine.loaded[-1]) == (first - 1, loaded)
+
+
+def test_an_end_without_a_start_is_said_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    found = started()
+    for step in (1, 2, 3):
+        update(found, step)
+        found.completed(step + 5)
+    assert caplog.text.count("without tft_start_updating_os before it") == 1 and engine.steps == [1, 2, 3]
 
 
 # -- in place ------------------------------------------------------------------------------------------

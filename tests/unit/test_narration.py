@@ -14,7 +14,7 @@ import pytest
 
 from lastgasp import logs
 from lastgasp.events import Fault, FaultKind, Incident, Phases
-from lastgasp.narration import Tally, event, started
+from lastgasp.narration import Tally, event, started, whence
 
 
 def fault(kind: FaultKind, rank: int = 0, cause: str = "", step: int = 33) -> Fault:
@@ -105,17 +105,18 @@ def test_many_faults_and_long_causes_are_still_one_line() -> None:
 
 
 def test_the_start_line_says_from_what() -> None:
-    assert started("1.0", 1, "embedded engine", "/c", 0).endswith(
+    assert started("1.0", 1, "embedded engine", "/c", whence(0, True)).endswith(
         "1 rank, embedded engine; checkpoints in /c; starts from scratch"
     )
-    assert started("1.0", 8, "ascend engine", "/c", 7).endswith(
+    assert started("1.0", 8, "ascend engine", "/c", whence(7, True)).endswith(
         "8 ranks, ascend engine; checkpoints in /c; resumes from step 7"
     )
+    assert (whence(9, False), whence(0, False)) == ("its first step is 10", "its first step is 1")
 
 
 @pytest.mark.parametrize(("recovery", "said"), [("", "restart"), ("auto", "auto"), ("save", "save")])
 def test_the_start_line_says_how_faults_are_answered(recovery: str, said: str) -> None:
-    line = started("1.0", 2, "embedded engine", "/c", 0, recovery)
+    line = started("1.0", 2, "embedded engine", "/c", whence(0, True), recovery)
     assert line.endswith(f"starts from scratch; recovery={said}")
 
 

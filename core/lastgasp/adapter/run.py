@@ -182,13 +182,16 @@ class AdapterRun:
         """Have `act` called first at the end of a training that ended well; what it raises is logged."""
         self._completed.callback(_guarded, act)
 
-    def begin(self, step: int, durable: int, *, users_handler: Any = None, device: str = "") -> bool:
+    def begin(
+        self, step: int, durable: int, *, users_handler: Any = None, device: str = "", loaded: bool = True
+    ) -> bool:
         """Training starts, or resumes, with `step` completed. All ranks call it together.
 
         Args:
             durable: the newest step in a committed checkpoint; 0 for none.
             users_handler: the user's own SIGTERM handler, called as well.
             device: of this rank, as the framework writes it.
+            loaded: that step was loaded, or is 0; False: all that is known is that the next one is the first.
 
         Returns:
             Whether all replicas hold the same; ranks that do not are nobody's replicas from here on.
@@ -198,7 +201,7 @@ class AdapterRun:
         self.session.register(device, self.framework.versions)
         self.alike = self.session.compare_replicas(self._training.digests, self.alike_before)
         self.session.status.entered = True
-        self.session.training_started(step, durable=durable)
+        self.session.training_started(step, durable, loaded)
         if threading.current_thread() is threading.main_thread():
             self.session.take_sigterm(users_handler)
         self.begun = True

@@ -255,12 +255,13 @@ class Processor:
         protection, inside = self._protection, self._inside
         self._inside = False
         if not inside:
-            self._ignored(step)
+            self._ignored()
         if not inside or protection is None:
             return
         if settings.reuses_fp32() and not settings.is_update(step):
             return
-        protection.begin(step - 1)
+        loaded = self._trainings == 1 and (step == 1 or protection.saver.has(step - 1))  # else it may count as it likes
+        protection.begin(step - 1, loaded=loaded)
         session = protection.run.session
         if self.rank == 0 and self._trainings == 1 and (text := reload.passed_over(step - 1, protection.run.place)):
             if protection.run.place.attempt:
@@ -278,14 +279,14 @@ class Processor:
 
         def completed(number: int) -> None:
             if not status.inside:
-                self._ignored(number)
+                self._ignored()
             else:
                 session.step_completed(number if not converts or settings.is_update(number) else status.step)
 
         self.before_update, self.completed = session.before_update, completed
 
-    def _ignored(self, step: int) -> None:
-        say(f"tft_end_updating_os({step}) without tft_start_updating_os before it is ignored, as by MindIO", self.rank)
+    def _ignored(self) -> None:
+        say("tft_end_updating_os without tft_start_updating_os before it is ignored, as by MindIO", self.rank)
 
     # -- without the decorator --------------------------------------------------------------------
 

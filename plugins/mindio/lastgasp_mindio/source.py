@@ -170,5 +170,9 @@ class Saver:
             result.path = str(path)
         return problem
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of that step."""
+        return manifests.found(Path(self.config.directory), self.layout, step) is not None
+
     def discard(self, result: SaveResult) -> None:
         """Nothing: what a save handler leaves under a temporary name is written anew by the next one."""

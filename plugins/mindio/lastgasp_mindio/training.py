@@ -124,16 +124,16 @@ class Protection:
 
     # -- the training thread ----------------------------------------------------------------------
 
-    def begin(self, step: int, durable: int | None = None) -> None:
+    def begin(self, step: int, durable: int | None = None, loaded: bool = True) -> None:
         """Training begins, or began, with `step` complete, or with the same in this incarnation.
 
         Args:
-            durable: the newest step on disk; None: that step.
+            durable: the newest step on disk; None: that step. loaded: as of `AdapterRun.begin`.
         """
         durable = step if durable is None else durable
         if self._users_handler is None:
             self._users_handler = _users_handler()
-        if not self.run.begin(step, durable=durable, users_handler=self._users_handler):
+        if not self.run.begin(step, durable=durable, users_handler=self._users_handler, loaded=loaded):
             self.saver.groups = ()  # their numbers are no longer those of the shards
             log.error("nothing can be saved: the ranks could not be asked when training began")
 

@@ -144,18 +144,24 @@ def taskd_port_pods(job: Job) -> Iterator[Match]:
             yield Match(node, f"{replica.type}: the containerPort taskd-port {TASKD_PORT} is missing", fix)
 
 
-@rule("port-repeated", "error", "CRD", "A containerPort is given twice in one container")
+@rule("port-repeated", "error", "CRD", "A containerPort, or the name of one, is given twice in one container")
 def port_repeated(job: Job) -> Iterator[Match]:
-    """In the operator's schema ports are a map by number and protocol: the API server refuses the job."""
+    """The schema has ports as a map by number and protocol, so the API server refuses the job. Of a name: its pods."""
     for replica in job.replicas:
         for container in replica.all_containers:
-            seen: dict[tuple[str, str], int] = {}
+            ports, names = dict[tuple[str, str], int](), dict[str, int]()
             for port in container.maps("ports"):
-                number, protocol = port.string("containerPort") or "", port.string("protocol") or "TCP"
-                if (number, protocol) in seen:
-                    what = f"{replica.type}: containerPort {number} is given twice, first in line"
-                    yield Match(port, f"{what} {seen[number, protocol]}", "Keep one of them; its name does not matter.")
-                seen.setdefault((number, protocol), port.line)
+                number, name = port.string("containerPort") or "", port.string("name") or ""
+                key = number, port.string("protocol") or "TCP"
+                if key in ports:
+                    what = f"{replica.type}: containerPort {number} is given twice, first in line {ports[key]}"
+                    yield Match(port, what, "Keep one of them; its name does not matter.")
+                elif name in names:
+                    what = f"{replica.type}: two containerPorts are called {name}, the first in line {names[name]}"
+                    yield Match(port, what, "Give each a name of its own.")
+                ports.setdefault(key, port.line)
+                if name:
+                    names.setdefault(name, port.line)
 
 
 @rule("port-name", "error", "operator", "A port of the leader has no name")
