@@ -201,7 +201,7 @@ CASES: list[tuple[str, Step, Step]] = [
     ("taskd-unrelated", TASKD, lambda box: (box.root / "site/taskd/api").rmdir()),
     ("taskd-torch", then(TASKD, installed(torch="2.12.0")), installed(torch="2.13.0")),
     ("mindio-twice", Box.drop_in,
-     lambda box: box.set(places=box.machine.places | {MINDIO_BESIDE: box.root / "other/mindio_ttp"})),
+     lambda box: box.set(places={**box.machine.places, MINDIO_BESIDE: box.root / "other/mindio_ttp"})),
     ("mindio-framework", MINDIO, lambda box: box.set(places={"mindio_ttp": box.root})),
     ("mindio-framework", MINDIO, env(MINDIO_FOR_MINDSPORE="1")),
     ("tft-spelling", env(MS_ENABLE_TFT="{RSC:1,UCE:0,TRE:2}"), env(MS_ENABLE_TFT="{TTP: 1}")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import sys
@@ -219,11 +220,8 @@ def _serve_ranges(name: str) -> None:
 
 def _imported(module: ModuleType) -> None:
     try:
-        if module.__name__ == "torch":
-            from . import torch_ranges as ranges
-        else:
-            from . import mindspore_ranges as ranges
-        ranges.serve(Here())
+        kind = "torch_ranges" if module.__name__ == "torch" else "mindspore_ranges"
+        importlib.import_module(f".{kind}", __package__).serve(Here())
     except Exception as error:  # an import of the script's must not fail by this
         log.exception("the script's ranges are not served", exc_info=error)
 
