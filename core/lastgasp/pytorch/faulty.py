@@ -19,6 +19,8 @@ Closure = Callable[[], Any]
 Step = Callable[..., Any]
 Fire = Callable[[str], None]
 """Performs the faults that are due in the phase of that name."""
+_COUNTED = "_wrapped_by_lr_sched"
+"""What a scheduler of torch sets on the optimizer's `step` that it has wrapped; it warns where that is gone."""
 
 
 def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -30,21 +32,52 @@ def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
     """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model.
 
     Parameters of `fully_shard`, and of DeepSpeed's engine, get no gradient of their own in the backward pass: there it
-    is the module's output.
+    is the module's output. Where that module is compiled with others it is after all of them, since hooks inside would
+    be traced into the graph; what is compiled later than this is left alone.
+
+    Args:
+        module: the model, with what it is wrapped in.
     """
     sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
     def in_forward(inner: torch.nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         if inner.training:
             fire("forward")
         if sharded and isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda grad: fire("backward"))  # type: ignore[no-untyped-call]
 
-    inner = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
-    undo.callback(inner[len(inner) // 2].register_forward_hook(in_forward).remove)
+    inner = [name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    middle = inner[len(inner) // 2]
+    compiled = _compiled_around(module, middle)
+    if compiled is None:
+        undo.callback(module.get_submodule(middle).register_forward_hook(in_forward).remove)
+    else:
+        replace(undo, *compiled, partial(_followed, partial(in_forward, module.get_submodule(middle))))
     trained = [p for p in module.parameters() if p.requires_grad]
     handle = trained[len(trained) // 2].register_hook(lambda grad: fire("backward"))  # type: ignore[no-untyped-call]
     undo.callback(handle.remove)
+
+
+def _compiled_around(module: torch.nn.Module, name: str) -> tuple[Any, str] | None:
+    """The outermost compiled module in which the one of that name is, and the attribute that runs its graph."""
+    path = name.split(".")
+    for one in (module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)):
+        if hasattr(one, "_orig_mod"):
+            return one, "forward"
+        if one._compiled_call_impl is not None:  # module.compile()
+            return one, "_compiled_call_impl"
+    return None
+
+
+def _followed(after: Callable[[object, object], None], run: Step) -> Step:
+    def followed(*args: Any, **options: Any) -> Any:
+        output = run(*args, **options)
+        after(args, output)
+        return output
+
+    return followed
 
 
 def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_now: Callable[[], int]) -> None:
@@ -69,8 +102,12 @@ def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_no
             fire("after_update")
             return result
 
-        # A bound method, as what it stands for: schedulers that are made later take its function from it.
-        return MethodType(lambda self, *args, **options: faulty_step(*args, **options), optimizer)
+        def function(self: Optimizer, *args: Any, **options: Any) -> Any:
+            return faulty_step(*args, **options)
+
+        if hasattr(step, _COUNTED):
+            setattr(function, _COUNTED, True)
+        return MethodType(function, optimizer)  # bound: schedulers that are made later take its function from it
 
     replace(undo, optimizer, "step", wrap)
 

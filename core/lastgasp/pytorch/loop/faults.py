@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+
 from lastgasp.pytorch.faulty import Step, at_first_bytes, hook_model, hook_optimizer, replace
 from lastgasp.pytorch.zero import inside
 from lastgasp.testing.faults import FaultKit, install, kit_from_env
@@ -33,9 +35,9 @@ def install_faults(run: Any) -> Callable[[], None]:
     install(kit)
     undo = ExitStack()
     undo.callback(install, None)
-    for module in run.state.modules.values():
+    for model, module in zip(run.state.models.values(), run.state.modules.values(), strict=True):
         if any(p.requires_grad for p in module.parameters()):
-            hook_model(undo, module, lambda phase: kit.fire_at(phase, run.step))
+            hook_model(undo, model, lambda phase: kit.fire_at(phase, run.step))
             undo.callback(module.register_forward_pre_hook(partial(_validation, kit, run)).remove)
     for optimizer in run.state.optimizers.values():
         hook_optimizer(undo, inside(getattr(optimizer, "inner", optimizer)), kit, lambda: int(run.step))
@@ -44,7 +46,7 @@ def install_faults(run: Any) -> Callable[[], None]:
 
 
 def _validation(kit: FaultKit, run: Any, module: Any, *_: object) -> None:
-    if not module.training:
+    if not module.training and not torch.compiler.is_compiling():
         kit.fire_at("validation", run.step)
 
 

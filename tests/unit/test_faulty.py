@@ -1,0 +1,86 @@
+"""`lastgasp.pytorch.faulty`: a drill's fault happens in compiled models as well, and torch notices nothing of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from lastgasp.pytorch.faulty import hook_model, hook_optimizer
+from lastgasp.testing.faults import FaultKit
+
+Compile = Callable[[nn.Sequential], nn.Module]
+
+
+class Block(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both."""
+        return self.b(self.a(x).tanh())  # type: ignore[no-any-return]
+
+
+def in_place(net: nn.Sequential) -> nn.Module:
+    """As torchtitan compiles its blocks."""
+    for block in net:
+        block.compile(backend="eager", fullgraph=True)
+    return net
+
+
+def wrapped(net: nn.Sequential) -> nn.Module:
+    """Each block by `torch.compile`."""
+    for index, block in enumerate(net):
+        net[index] = torch.compile(block, backend="eager", fullgraph=True)
+    return net
+
+
+def as_one(net: nn.Sequential) -> nn.Module:
+    """The whole model."""
+    compiled: nn.Module = torch.compile(net, backend="eager", fullgraph=True)
+    return compiled
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped, as_one])
+def test_faults_happen_around_the_graph_of_a_compiled_module(compiled: Compile) -> None:
+    model, fired = compiled(nn.Sequential(Block(), Block(), Block())), list[str]()
+    with ExitStack() as undo:
+        hook_model(undo, model, fired.append)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        model.eval()
+        model(torch.ones(1, 2))
+        assert fired == ["forward", "backward"] * 2
+    model.train()
+    model(torch.ones(1, 2)).sum().backward()
+    assert fired == ["forward", "backward"] * 2
+
+
+def test_what_is_compiled_later_is_left_alone() -> None:
+    net, fired = nn.Sequential(Block(), Block(), Block()), list[str]()
+    with ExitStack() as undo:
+        hook_model(undo, net, fired.append)
+        in_place(net)
+        net(torch.ones(1, 2)).sum().backward()
+    assert fired == ["backward"]
+
+
+def test_a_scheduler_finds_the_step_that_it_has_wrapped() -> None:
+    """It warns where `step` was replaced after it was made."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    with ExitStack() as undo, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hook_optimizer(undo, optimizer, FaultKit([]), lambda: 0)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        schedule.step()
