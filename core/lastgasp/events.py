@@ -70,6 +70,7 @@ class Incident(msgspec.Struct, kw_only=True):
     steps_lost: int | None = None
     """Steps that survivors of every shard had completed and that no checkpoint contains."""
     nbytes: int = 0
+    """0 also where only somebody's own save handler knows."""
     files: list[str] = []
     savers: list[int] = []
     unused: list[Unused] = []

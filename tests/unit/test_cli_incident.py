@@ -71,6 +71,12 @@ def test_the_last_one_is_shown_with_its_picture_beside_it(tmp_path: Path) -> Non
     assert (tmp_path / "incidents/aaa.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_size_that_only_a_save_handler_knows_is_unknown(tmp_path: Path) -> None:
+    """Of lastgasp-mindio's dumps."""
+    output = run(write(tmp_path, msgspec.structs.replace(record(), nbytes=0))).output
+    assert re.search(r"bytes\W+unknown", output), output
+
+
 def in_place() -> Incident:
     found = record()
     phases = Phases(fault=EPOCH, agreed=EPOCH + 6 * MS, released=EPOCH + 7 * MS, restarted=EPOCH + 90 * MS,

@@ -89,7 +89,8 @@ def _lane(axes: Any, incident: Incident, scale: Scale, rank: int, height: float)
     if rank in incident.savers and "first_byte" in at:
         begin, end = scale.place(at["first_byte"]), scale.place(at.get("saved", at["first_byte"]))
         axes.plot([begin, end], [height, height], color=_COLOURS["write"], linewidth=10, solid_capstyle="butt")
-        words.append(f"saved step {incident.step_saved}, {incident.nbytes / 1e6:,.1f} MB")
+        size = f", {incident.nbytes / 1e6:,.1f} MB" if incident.nbytes else ""
+        words.append(f"saved step {incident.step_saved}{size}")
     words += [f"not used: {_short(u.why)}" for u in incident.unused if u.rank == rank and fault is None]
     axes.text(0.18, height + 0.2, "; ".join(words), ha="left", va="bottom", color=_INK, fontsize=8, parse_math=False)
 

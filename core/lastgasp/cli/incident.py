@@ -139,7 +139,7 @@ def _facts(record: Incident) -> Table:
         "step saved": "none" if record.step_saved is None else str(record.step_saved),
         "steps lost": "unknown" if record.steps_lost is None else str(record.steps_lost),
         "saved by": ", ".join(f"rank {rank}" for rank in record.savers) or "nobody",
-        "bytes": f"{record.nbytes:,}",
+        "bytes": "unknown" if record.ending == "saved" and not record.nbytes else f"{record.nbytes:,}",
         "files": "\n".join(line for name in record.files for line in _written(Path(name))) or "none",
         "led by": record.led_by or "unknown",
     }
