@@ -109,6 +109,29 @@ class Masters(Optimizer):
         return loss
 
 
+class Container(Optimizer):
+    """One optimizer for each child of a model; itself one as well, without a state (torchtitan's)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parts = [list(child.parameters()) for child in model.children()]
+        self.optimizers = [torch.optim.Adam(part, lr=0.02) for part in parts if part]
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> Any:
+        """An update of all."""
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of all."""
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat, without groups, and not at any time."""
+        raise KeyError(0)
+
+
 def net() -> nn.Module:
     """Batch norm and dropout."""
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))

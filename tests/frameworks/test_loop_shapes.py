@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Sampler
 
 from frameworks.loop_rig import (
+    Container,
     Counting,
     Masters,
     NewProcesses,
@@ -129,6 +130,17 @@ def accelerated(s: Session, p: Parts) -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+
+
+def contained(s: Session, p: Parts) -> None:
+    [container] = p.prepared
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.tick()
+            container.zero_grad()
+            backward(p.loss(batch))
+            container.step()
+            p.schedules[0].step()
 
 
 def breaking(s: Session, p: Parts) -> None:
@@ -515,6 +527,11 @@ def prepared(p: Parts) -> TorchState:
     return TorchState(p.model, optimizer, scheduler)
 
 
+def with_a_container(p: Parts) -> TorchState:
+    p.prepared = [Container(p.model)]
+    return TorchState(p.model, p.prepared[0], StepLR(p.prepared[0].optimizers[0], 2, 0.8))
+
+
 class Counts(nn.Module):
     """Keeps a number beside its parameters, as layers for FP8 keep their scales."""
 
@@ -614,6 +631,7 @@ SHAPES = {
     "lazy": Shape(plain, lazy),
     "masters": Shape(plain_steps, with_masters),
     "accelerated": Shape(accelerated, prepared),
+    "contained": Shape(contained, with_a_container),
     "accumulating": Shape(accumulating, adam),
     "branching": Shape(branching, with_branches),
     "emptying-behind": Shape(emptying_behind, with_branches),

@@ -291,9 +291,10 @@ def test_a_sharded_model_s_optimizer_is_not_asked_for_its_state_dict() -> None:
     parameter.grad = torch.ones(2)
     optimizer.step()
     assert unsaved.note() == (
-        "optimizers hold what checkpoints of a sharded model lack, whatever their state_dict has: Whole.base, "
-        "Whole.calls. A resumed run begins without it. Keep it in the parameter groups, whose values are saved"
+        "optimizers hold what checkpoints lack, whatever their state_dict has: Whole.base, Whole.calls. "
+        "A resumed run begins without it. Keep it in the parameter groups of those that are saved"
     )
+    assert UnsavedOptimizers([], [optimizer]).note() == ""  # one in whose place others are saved
 
 
 class Metric(nn.Module):

@@ -146,11 +146,17 @@ class UnsavedOptimizers:
     """What optimizers hold that their `state_dict` lacks: another optimizer inside (SAM), numbers of the user's class.
 
     One with a `state_dict` of its own is trusted to save all, unless the model is sharded: nobody calls it there.
+
+    Args:
+        containers: those that hold others, which are saved instead of them.
     """
 
-    def __init__(self, optimizers: Iterable[Any], *, sharded: bool = False) -> None:
-        own, self._sharded = torch.optim.Optimizer.state_dict, sharded
-        self._optimizers = [one for one in optimizers if sharded or type(one).state_dict is own]
+    def __init__(
+        self, optimizers: Iterable[Any], containers: Iterable[Any] = (), *, sharded: bool = False
+    ) -> None:
+        own, outer = torch.optim.Optimizer.state_dict, list(containers)
+        self._optimizers = [one for one in optimizers if sharded or type(one).state_dict is own] + outer
+        self._not_asked = sharded or bool(outer)
         self._before = dict(self._values())
 
     def note(self) -> str:
@@ -160,8 +166,8 @@ class UnsavedOptimizers:
         except Exception:  # a state that training is changing at this moment
             return ""
         lacks, remedy = (
-            ("checkpoints of a sharded model lack, whatever their state_dict has", "Keep it in the parameter groups, "
-             "whose values are saved") if self._sharded else
+            ("checkpoints lack, whatever their state_dict has", "Keep it in the parameter groups of those that are "
+             "saved") if self._not_asked else
             ("their state_dict lacks", "Give the optimizer a state_dict and a load_state_dict that have it")
         )  # fmt: skip
         what = f"optimizers hold what {lacks}: {_some(changed)}. A resumed run begins without it. {remedy}"

@@ -32,7 +32,7 @@ class NotSaved:
         self._modules, self._data = Unsaved(modules), UnsavedData()
         if kept is not None:
             kept.begun = self._modules.since(kept.begun, kept.same(state))
-        self._optimizers = UnsavedOptimizers(state.optimizers.values(), sharded=state.sharded)
+        self._optimizers = UnsavedOptimizers(state.optimizers.values(), state.containers, sharded=state.sharded)
         self._loaders: list[object] = []
         self._made = None if state.sharded else MadeBuffers(state.container)
         self._note = note

@@ -96,6 +96,36 @@ def inner(given: Any, attribute: str, needs: str) -> Any:
     return given if found is None else found
 
 
+def without_containers(given: Any) -> tuple[Any, list[Any]]:
+    """`given`, with the optimizers that others hold in `optimizers` in place of those (torchtitan's
+    `OptimizersContainer`), and those: the ones inside make the updates and have all states.
+
+    One that trains parameters besides theirs stays.
+
+    Args:
+        given: one optimizer, a list or a dict of them, or None.
+    """
+    if not isinstance(given, Mapping | list | tuple):
+        held = _held_by(given)
+        return (held[0] if len(held) == 1 else held, [given]) if held else (given, [])
+    found, outer = list[tuple[Any, Any]](), list[Any]()
+    for name, item in given.items() if isinstance(given, Mapping) else enumerate(given):
+        held = _held_by(item)
+        outer += [item] if held else []
+        found += [(f"{name}[{i}]", one) for i, one in enumerate(held)] if len(held) > 1 else [(name, *(held or [item]))]
+    return dict(found) if isinstance(given, Mapping) else [one for _, one in found], outer
+
+
+def _held_by(optimizer: Any) -> list[Any]:
+    held = getattr(optimizer, "optimizers", None)
+    if not isinstance(held, list | tuple) or not all(hasattr(one, "param_groups") for one in held):
+        return []
+    theirs = {id(p) for one in held for group in one.param_groups for p in group["params"]}
+    groups = getattr(optimizer, "param_groups", ())
+    whole = all(id(p) in theirs for group in groups for p in group["params"] if p.requires_grad)
+    return list(held) if theirs and whole else []
+
+
 def unwrapped(module: Any) -> nn.Module:
     """The user's module inside DDP and `torch.compile`."""
     while True:

@@ -24,7 +24,7 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.extras import Extras, fill, state_of
-from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped
+from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped, without_containers
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
 from lastgasp.pytorch.loop.unlike import model_problems, optimizer_problems
 from lastgasp.pytorch.own_dtypes import load_parts
@@ -92,7 +92,8 @@ class TorchState:
         self.engine = engine_of(self.models.values())
         if self.engine is not None:
             optimizer, scheduler = of_engine(self.engine, optimizer, scheduler)
-        self.optimizers = Parts.of("optimizer", inner(optimizer, "optimizer", HOOKS), "param_groups")
+        optimizer, self.containers = without_containers(inner(optimizer, "optimizer", HOOKS))
+        self.optimizers = Parts.of("optimizer", optimizer, "param_groups")
         self.schedulers = Parts.of("scheduler", inner(scheduler, "scheduler", "optimizer"), "load_state_dict")
         self.scaler, self.sampler, self.replicated = scaler, sampler, replicated
         self.extra, self.elastic = dict(extra or {}), elastic
