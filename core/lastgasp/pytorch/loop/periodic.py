@@ -11,7 +11,7 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
-from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
+from lastgasp.errors import ControlError, DeadlineExceeded, LastgaspError
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
@@ -38,6 +38,13 @@ def together(
     except (ControlError, DeadlineExceeded) as error:
         log.error("no checkpoint of this step (%s): training continues; older ones remain", error)
         return None
+
+
+def failed(what: str, error: Exception) -> None:
+    """Log that a periodic checkpoint is not there, or this rank's part of one; with a traceback where it is unknown."""
+    known = isinstance(error, OSError | LastgaspError)
+    log.error("%s could not be written (%s): training continues; older ones remain", what,
+              error if known else f"{type(error).__name__}: {error}", exc_info=not known)  # fmt: skip
 
 
 class Joined:
@@ -76,7 +83,7 @@ class Periodic:
         self._engine, self._writer, self._config, self._fit = engine, writer, config, fit
 
     def save(self, step: int, own: bytes, dump: Callable[[Mapping[int, bytes]], dict[str, Any]]) -> None:
-        """Gather the auxiliary states; write, on rank 0. A failing disk does not end training.
+        """Gather the auxiliary states; write, on rank 0. What fails there does not end training.
 
         Args:
             step: completed steps; own: this rank's auxiliary state of it.
@@ -89,22 +96,18 @@ class Periodic:
         if rank == 0 and found is not None:
             try:
                 self._write(step, dump({r: aux for r, aux in enumerate(found) if aux}))
-            except NotSaveable as error:
-                log.error("no checkpoint of step %d (%s): training continues; older ones remain", step, error)
+            except Exception as error:  # also of the user's own objects
+                failed(f"the checkpoint of step {step}", error)
         else:
             faults.fire_at("periodic_save", step)
         engine.progress("data")
 
     def _write(self, step: int, checkpoint: dict[str, Any]) -> None:
         target = files.periodic_path(self._config.directory, step, self._fit)
-        try:
-            moved = partial(self._engine.progress, "save")
-            with Staged(target, files.LAYOUT, sha256=self._config.sha256, moved=moved) as staged:
-                save_verified(checkpoint, staged)
-                staged.publish(self._writer.provenance(step, "periodic"))
-        except OSError as error:
-            log.error("checkpoint %s could not be written (%s): training continues; older ones remain", target, error)
-            return
+        moved = partial(self._engine.progress, "save")
+        with Staged(target, files.LAYOUT, sha256=self._config.sha256, moved=moved) as staged:
+            save_verified(checkpoint, staged)
+            staged.publish(self._writer.provenance(step, "periodic"))
         status = self._engine.status
         status.durable = max(status.durable, step)
         prune(self._config, files.LAYOUT, target, self._writer.place, kind="periodic", fit=self._fit)

@@ -18,14 +18,13 @@ from lastgasp.arena_taking import Taken
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
-from lastgasp.errors import CheckpointError, LastgaspError, NotSaveable
 from lastgasp.gasp.again import Again
 from lastgasp.ports import Layout
 from lastgasp.pytorch.aux_state import AuxRecorder, Since
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.held_parts import BUCKETS, HeldParts, merge_all
 from lastgasp.pytorch.loop.parts import under_join
-from lastgasp.pytorch.loop.periodic import together
+from lastgasp.pytorch.loop.periodic import failed, together
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
@@ -218,7 +217,7 @@ class ShardedLoop(ShardedSource):
     # -- periodic checkpoints -----------------------------------------------------------------------------
 
     def save_periodic(self, step: int) -> None:
-        """Write a periodic checkpoint; all ranks call it at the same step. A failing disk does not end training."""
+        """Write a periodic checkpoint; all ranks call it at the same step. What fails does not end training."""
         run, engine = self._run, self._run.engine
         engine.progress("save")
         target = run.state.layout.periodic_path(run.config.directory, step, run.fit.number)
@@ -230,8 +229,8 @@ class ShardedLoop(ShardedSource):
                     target, self.layout, sha256=run.config.sha256, moved=partial(engine.progress, "save")
                 )
                 own = self._write_periodic(staged, step)
-        except (OSError, LastgaspError) as error:
-            log.error("rank %d: its part of %s could not be written (%s)", self.rank, target, error)
+        except Exception as error:  # also of the user's own objects
+            failed(f"the part of rank {self.rank} of {target}", error)
         try:
             parts = together(engine, f"loop/save/{step}", own, run.config)
             aux = parts and together(engine, f"loop/save/aux/{step}", self.capture(step), run.config)
@@ -260,9 +259,8 @@ class ShardedLoop(ShardedSource):
             kept = self.kept(step)
             self.merge(staged, own, parts, self.beside(kept, self.dump_small(kept), known))
             staged.publish(self._writer.provenance(step, "periodic"), aside=True)
-        except (OSError, CheckpointError, NotSaveable) as error:
-            log.error("checkpoint %s could not be written (%s): training continues; older ones remain",
-                      staged.target, error)  # fmt: skip
+        except Exception as error:
+            failed(f"checkpoint {staged.target}", error)
             return b""
         return b"1"
 
