@@ -24,11 +24,12 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 from torch import save as torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from frameworks.loop_rig import Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
+from frameworks.loop_rig import Container, Counting, Cut, NewProcesses, Parts, Shape, backward, in_process, loader, run
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.errors import CheckpointMismatch, ConfigError, ControlError, NoGoodCheckpoint, NothingLoads, UsageError
@@ -192,6 +193,69 @@ def test_optimizers_that_the_state_lacks_are_reported_once(tmp_path: Path, caplo
     assert caplog.text.count("an optimizer (SGD) that is not in TorchState trains its model") == 1
     assert caplog.text.count("an optimizer (Adam) trains parameters that are in no model of TorchState") == 1
     assert [one.step for one in candidates([tmp_path], LAYOUT)] == [4, 2]
+
+
+class Asked(SGD):
+    """Not in the middle of an update."""
+
+    asked, inside = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        assert not self.inside
+        self.asked += 1
+        return super().state_dict()
+
+
+def test_nothing_is_asked_of_a_users_optimizer_in_the_middle_of_an_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of torchtitan makes an update of its own where one inside has no state yet, or raises: in `backward`."""
+    model = nn.Linear(4, 1)
+    known, other = Asked(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Session.open(tmp_path, state=TorchState(model, known)) as session:
+        for _ in session.batches(range(2)):
+            backward(model(torch.ones(2, 4)).sum())
+            known.inside = True
+            other.step()
+            known.inside = False
+        assert session.step == 2 and known.asked == 1
+    assert caplog.text.count("an optimizer (SGD) that is not in TorchState trains its model") == 1
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_an_update_that_torch_makes_for_a_state_dictionary_is_none(held: bool, tmp_path: Path) -> None:
+    """Without gradients, to have something to load into: at the start, and in the middle for one not used yet."""
+    model, late = nn.Linear(4, 1), nn.Linear(4, 1)
+    first, second = Adam(model.parameters()), Adam(late.parameters())
+    state = TorchState({"model": model, "late": late}, [first, second] if held else first)
+    with Session.open(tmp_path, state=state, max_steps=4) as session:
+        get_optimizer_state_dict(model, first)
+        steps = []
+        for number in session.batches(range(9)):
+            steps.append(session.step)
+            if number == 1:
+                get_optimizer_state_dict(late, second)
+                continue
+            backward(model(torch.ones(2, 4)).sum())
+            first.step()
+            first.zero_grad()
+    assert steps == [0, 1, 1, 2, 3] and second.state
+
+
+@pytest.mark.parametrize(
+    "give",
+    [lambda one: one, lambda one: [one], lambda one: {"all": one}, lambda one: one.optimizers],
+    ids=["one", "list", "dict", "inside"],
+)
+def test_optimizers_inside_of_another_one_are_taken_for_it(give: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    model[1].bias.requires_grad_(False)
+    container = Container(model)
+    state = TorchState(model, give(container))
+    assert list(state.optimizers.values()) == container.optimizers
+    assert state.containers == ([] if give(container) is container.optimizers else [container])
+    container.optimizers.pop()
+    assert list(TorchState(model, container).optimizers.values()) == [container]  # it trains something itself
 
 
 def test_an_optimizer_of_more_than_the_models_is_refused(tmp_path: Path) -> None:

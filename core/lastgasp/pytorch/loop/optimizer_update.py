@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,9 +92,9 @@ class OptimizerUpdate:
         first = not copies.nbytes
         try:
             copies.take()
-        except RuntimeError as error:  # no memory for it; torch.cuda.OutOfMemoryError is one
-            log.warning("no copy of the state can be kept (%s): a fault between an update and the end of its step "
-                        "may cost that step", str(error).splitlines()[0])  # fmt: skip
+        except Exception as error:  # no memory for it; or the user's own `state_dict`, in the middle of a step
+            log.warning("no copy of the state can be kept (%s: %s): a fault between an update and the end of its step "
+                        "may cost that step", type(error).__name__, str(error).partition("\n")[0])  # fmt: skip
             self.copies, self.copying = None, False
             return
         self.copying = True
@@ -156,8 +157,9 @@ class OptimizerUpdate:
             self._before_step(args, kwargs)
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.begin(closure=_has_closure(args, kwargs))
-        self._depth += 1
+        if not is_initializing():
+            self.begin(closure=_has_closure(args, kwargs))
+            self._depth += 1
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """It has."""
@@ -167,6 +169,8 @@ class OptimizerUpdate:
             self._after_step(args, kwargs)
 
     def _after_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_initializing():
+            return
         self._depth -= 1
         if self._depth:  # `super().step()` of a derived optimizer has hooks of its own
             return
@@ -184,6 +188,17 @@ class OptimizerUpdate:
             self.begins()
         if self.in_progress and not self.inside:
             self._waited = True
+
+
+def is_initializing() -> bool:
+    """Whether the update under way is none: torch's `get_state_dict` makes one without gradients for an optimizer that
+    has no state yet, so that there is one to load into. Call it in the hook of an update."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = None if code is None else sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

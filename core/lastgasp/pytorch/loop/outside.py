@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lastgasp.errors import ConfigError
-from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
+from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate, is_initializing
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.statedigest import state_digest
@@ -63,6 +63,7 @@ class OtherOptimizers:
         known = [(one, inside(getattr(one, "inner", one))) for one in state.optimizers.values()]
         self._known = {id(optimizer) for pair in known for optimizer in pair}  # DeepSpeed's engine has one inside
         self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
+        self._new = list[tuple[Any, _Seen]]()
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         ]  # fmt: skip
@@ -72,12 +73,18 @@ class OtherOptimizers:
         while self._handles:
             self._handles.pop().remove()
 
+    def step_over(self) -> None:
+        """A step is complete. What is new is reported now: a `state_dict` of the user's may change or raise anything
+        in the middle of an update."""
+        while self._new:
+            self._report(*self._new.pop(0))
+
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(optimizer) not in self._known and self._look(optimizer).ours:
             self._update.before_step(optimizer, args, kwargs)
 
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(optimizer) in self._known:
+        if id(optimizer) in self._known or is_initializing():
             return
         seen = self._look(optimizer)
         if seen.ours:
@@ -87,7 +94,7 @@ class OtherOptimizers:
         seen.steps.add(self._step())
         if seen.ours or len(seen.steps) == _STEPS:
             seen.reported = True
-            self._report(optimizer, seen)
+            self._new.append((optimizer, seen))
 
     def _look(self, optimizer: Any) -> _Seen:
         found = self._seen.get(optimizer)
@@ -110,10 +117,18 @@ class OtherOptimizers:
     def _held(self, optimizer: Any) -> bool:
         """Whether it has no state, or what is saved holds it: a known optimizer may be wrapped around it."""
         own = {id(t) for t in _tensors(list(optimizer.state.values()))}
-        known = (*map(inside, self._state.optimizers.values()), *self._state.schedulers.values())
-        saved = [held.state_dict() for held in known]
-        extra = [item if isinstance(item, dict) else item.state_dict() for item in self._state.extra.values()]
-        return own <= {id(t) for t in _tensors([*saved, *extra])}
+        try:
+            return own <= {id(t) for t in _tensors(list(self._saved()))} if own else True
+        except Exception:  # of the user's own kind
+            return False
+
+    def _saved(self) -> Iterator[Any]:
+        """Of a sharded model the states themselves: no `state_dict` of its optimizers is called."""
+        sharded = self._state.sharded
+        for optimizer in map(inside, self._state.optimizers.values()):
+            yield list(optimizer.state.values()) if sharded else optimizer.state_dict()
+        yield from (one.state_dict() for one in self._state.schedulers.values())
+        yield from (item if isinstance(item, dict) else item.state_dict() for item in self._state.extra.values())
 
 
 def require_held(state: TorchState) -> None:

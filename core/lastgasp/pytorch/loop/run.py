@@ -157,7 +157,8 @@ class Run:
         self.update = OptimizerUpdate(list(state.optimizers.values()), models, copies, events)
         self.update.begins = lambda: state.begins(self._snapshot)
         life.on_close(self.update.remove)
-        life.on_close(OtherOptimizers(state, self.update, lambda: self.step, self.engine.note).remove)
+        self._others = OtherOptimizers(state, self.update, lambda: self.step, self.engine.note)
+        life.on_close(self._others.remove)
         self._unseen = UnseenUpdates(state, self.engine.note)
         self._replicas = watch_replicas(state, life)
         self.not_saved = NotSaved(state, self._again_here.kept, self.engine.note)
@@ -185,9 +186,7 @@ class Run:
         if self._again_here.fill():
             return
         config, layout = self.config, self.state.layout.LAYOUT
-        policy = SelectionPolicy(
-            config, self.place, [config.directory], layout, fit=self.fit, note=self.engine.note
-        )
+        policy = SelectionPolicy(config, self.place, [config.directory], layout, fit=self.fit, note=self.engine.note)
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         if self.shards is not None and self.shards.begin_with(selector):
             return
@@ -305,6 +304,7 @@ class Run:
         self.update.close(since)
         self.engine.step_completed(step)
         self._again_here.forget()
+        self._others.step_over()
         self._replicas.step_over(self._snapshot.flags[0])
 
     def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> Since:
