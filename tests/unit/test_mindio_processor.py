@@ -15,6 +15,7 @@ from lastgasp.adapter import Place, RankStatus, Release, data_parallel
 from lastgasp.adapter.again import Again
 from lastgasp_mindio import framework, notices, processor, reload, utils
 from lastgasp_mindio.elastic import Wishes
+from lastgasp_mindio.exchange import NotThere
 from lastgasp_mindio.processor import Processor
 
 
@@ -204,6 +205,7 @@ def test_the_function_is_entered_again_with_its_own_arguments(
 
     def train(*given: str) -> None:
         entered.append(given)
+        update(found, len(entered))
         found.handlers.args = "of tft_set_step_args"
         if len(entered) == 1:
             engine.again = again("retry")
@@ -263,6 +265,44 @@ def test_updates_before_the_processor_is_started_are_no_reason_to_protect_none(
     found.started = True
     update(found, 2)
     assert (engine.began, engine.steps) == ([1], [2])
+
+
+def test_a_decorated_function_without_an_update_reaches_nobody(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation, on rank 0 alone between two epochs, or inside of one, whose training it belongs to."""
+    asked: list[str] = []
+    monkeypatch.setattr(processor, "infos_of_all", lambda info, place, training: asked.append(training) or [info])
+    found = started()
+    evaluate = found.decorate(lambda: 7)
+
+    def epoch(step: int) -> None:
+        update(found, step)
+        assert evaluate() == 7
+        update(found, step + 1)
+
+    assert evaluate() == 7
+    for step in (1, 3):
+        found.decorate(epoch)(step)
+        assert evaluate() == 7
+    assert (engine.began, engine.steps, engine.closed) == ([0, 2], [1, 2, 3, 4], 2)
+    assert asked == ["0-1", "0-2"]
+
+
+def test_where_a_rank_does_not_come_nobody_waits_for_it_again(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*_: Any) -> list[Any]:
+        raise NotThere("rank 1 did not come")
+
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(processor, "infos_of_all", wait)
+    found = started()
+    found.decorate(lambda: update(found, 1))()
+    assert "nothing of this job can be saved after a fault: rank 1 did not come" in caplog.text
+    monkeypatch.setattr(processor, "infos_of_all", lambda info, *_: [info])
+    found.decorate(lambda: update(found, 2))()
+    assert engine.began == []
 
 
 def test_what_is_missing_at_the_first_update_is_said_and_not_waited_for(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import (
@@ -28,7 +30,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.checkpoint import DirectoryLayout, has_manifest
 from lastgasp.testing.corrupt import flip_bit
-from lastgasp_mindio import checks, manifests, reload, settings
+from lastgasp_mindio import checks, exchange, manifests, reload, settings
 from lastgasp_mindio.again import info_of, pairs_of
 from lastgasp_mindio.callgroups import CallGroups
 from lastgasp_mindio.classify import Classifier
@@ -366,6 +368,29 @@ def test_a_call_that_waits_for_a_rank_that_is_gone_is_not_waited_for(tmp_path: P
         saver.save_together(1, ((0,),), "")
     first.join()
     assert stops == [1]
+
+
+@pytest.mark.parametrize(
+    ("absent", "why"), [(None, ""), (1, "rank 1 did not come to its first update"), (0, "rank 0 did not come")]
+)
+def test_all_ranks_know_of_all_or_who_did_not_come(
+    absent: int | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that comes later, too."""
+    monkeypatch.setattr(exchange, "WAIT", 0.3)
+    monkeypatch.setattr(exchange, "MARGIN", 0.3)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def ask(rank: int) -> Any:
+        store = TCPStore("127.0.0.1", server.port, is_master=False)
+        return json.loads(exchange._agreed(store, [entry([0, 1, 2], 3)], rank, 3))
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(ask, [rank for rank in range(3) if rank != absent]))
+    if absent is not None:
+        found.append(ask(absent))
+    assert all(one == found[0] for one in found)
+    assert found[0] == [[entry([0, 1, 2], 3)]] * 3 if not why else why in found[0]
 
 
 # -- in place ------------------------------------------------------------------------------------------

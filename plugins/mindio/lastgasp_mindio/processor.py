@@ -22,10 +22,11 @@ from lastgasp_mindio import device, elastic, reload, settings
 from lastgasp_mindio.classify import Classifier
 from lastgasp_mindio.elastic import Wishes
 from lastgasp_mindio.enums import Action, ReportState
+from lastgasp_mindio.exchange import NotThere, infos_of_all
 from lastgasp_mindio.handlers import Handlers
 from lastgasp_mindio.notices import say
 from lastgasp_mindio.shards import Info
-from lastgasp_mindio.training import NotYet, Protection, infos_of_all, protect
+from lastgasp_mindio.training import Protection, protect
 
 log = logging.getLogger("lastgasp")
 
@@ -47,6 +48,7 @@ class Processor:
         order: in the new process of a rank that was lost, until it has joined the others.
         waits: in the new process of a rank that is missing, until it has its order.
         repaired: the newest recovery in place.
+        alone: nothing that this process does is protected any more: it was forked, or a rank does not take part.
     """
 
     rank: int = -1
@@ -64,11 +66,13 @@ class Processor:
     waits: bool = False
     order: Again | None = None
     repaired: Again | None = None
+    alone: bool = False
     _trainings: int = 0
+    _asked: int = 0
     _protection: Protection | None = None
     _inside: bool = False
     _decorated: bool = False
-    _forked: bool = False
+    _entered: bool = False
 
     def __post_init__(self) -> None:
         self.before_update: Callable[[], None] = self._first_update
@@ -98,8 +102,8 @@ class Processor:
 
     def _forked_here(self) -> None:
         """In a process that this one has forked (a loader's worker): whatever it does is not said of this rank."""
-        self._protection, self.order, self.waits, self._forked = None, None, False, True
-        self._unprotected()
+        self._protection, self.order, self.waits, self.alone = None, None, False, True
+        self._anew()
 
     def require_running(self, what: str) -> None:
         """Raises NotRunning."""
@@ -109,10 +113,17 @@ class Processor:
     def close(self) -> None:
         """Training ended well on this rank. Idempotent."""
         protection, self._protection = self._protection, None
-        self.before_update, self.completed = self._first_update, self._first_completed
-        self._inside = self._decorated = False
+        self._anew()
+        self._decorated = False
         if protection is not None:
             protection.close()
+
+    def _anew(self) -> None:
+        """The next update is the first one of a training."""
+        self._inside = False
+        self.before_update, self.completed = self._first_update, self._first_completed
+        if self.alone:
+            self._unprotected()
 
     def _script_ended(self) -> None:
         """A script that does not call `tft_destroy_processor` has ended well, unless it was a traceback, or a dump.
@@ -137,56 +148,58 @@ class Processor:
 
         @wraps(func)
         def protected(*args: Any, **options: Any) -> Any:
-            given = args if self.framework else list(args)
-            self.handlers.args = given  # tft_set_step_args changes what handlers get, and not what the function does
-            self._decorated = self.started  # what is started inside cannot be started twice
-            if not self.reboot:
-                self._connect(at_entry=True)
-            while True:
-                try:
-                    result = func(*given, **options)
-                    if self._protection is not None:
-                        self._protection.run.finish()
-                except BaseException as error:
-                    again = self._answered(error)
-                    if again is None:
-                        self._decorated = False
-                        raise
-                    traceback.clear_frames(error.__traceback__)
-                else:
-                    if not self.started:
-                        self._say_not_started()
-                    self.close()
-                    return result
-                self._enter_again(again)
+            if self._entered:  # inside of another one, whose training it belongs to
+                return func(*args, **options)
+            self._entered = True
+            try:
+                return self._train(func, args if self.framework else list(args), options)
+            finally:
+                self._entered = False
 
         return protected
 
-    def _connect(self, at_entry: bool = False) -> None:
-        """Reach the controller, all ranks together. Where MindIO would save nothing, the job runs unprotected.
+    def _train(self, func: Callable[..., Any], given: Any, options: dict[str, Any]) -> Any:
+        self.handlers.args = given  # tft_set_step_args changes what handlers get, and not what the function does
+        self._decorated = self.started  # what is started inside cannot be started twice
+        if self._protection is None and not self.reboot:
+            self._anew()
+        while True:
+            try:
+                result = func(*given, **options)
+                if self._protection is not None:
+                    self._protection.run.finish()
+            except BaseException as error:
+                again = self._answered(error)
+                if again is None:
+                    self._decorated = False
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            else:
+                if not self.started:
+                    self._say_not_started()
+                self.close()
+                return result
+            self._enter_again(again)
 
-        Args:
-            at_entry: of the decorated function, inside of which what is missing may come: before its first update.
-        """
-        if self._protection is not None or self._forked:
-            return
-        self.before_update, self.completed, self._inside = self._first_update, self._first_completed, False
+    def _connect(self) -> None:
+        """Reach the controller, all ranks together. Where MindIO would save nothing, the job runs unprotected."""
         if not self.started:
-            if not at_entry:
-                self._say_not_started()
+            self._say_not_started()
             return
         device.remember()
+        self._asked += 1
+        incarnation = 0 if self.repaired is None else self.repaired.incarnation
         try:
-            infos = infos_of_all(self.info, self.world_size)
+            infos = infos_of_all(self.info, (self.rank, self.world_size), f"{incarnation}-{self._asked}")
             self._trainings += 1
             wishes = self._wishes() if self._decorated else Wishes()
             if wishes.dp is not None:
                 tell_code(asked=True)
             self._protection = protect((self.rank, self.world_size), infos, self.handlers, self.faults, wishes)
         except ValueError as error:
-            if not (at_entry and isinstance(error, NotYet)):
-                say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
-                self._unprotected()
+            self.alone = isinstance(error, NotThere)
+            say(f"nothing of this job can be saved after a fault: {error}", self.rank, logging.ERROR)
+            self._unprotected()
 
     def _say_not_started(self) -> None:
         say("training is not protected: tft_init_processor and tft_start_processor were not called", self.rank)
@@ -224,7 +237,7 @@ class Processor:
     def _enter_again(self, again: Again) -> None:
         """Join the next incarnation of the job, and have the state brought to the step that was agreed on."""
         protection, self._protection = self._protection, None
-        self.repaired, self._inside = again, False
+        self.repaired, self._inside, self._asked = again, False, 0
         if protection is not None:
             found = protection.entered_again()
         else:

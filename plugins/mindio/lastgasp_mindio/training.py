@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lastgasp.adapter import (
     AdapterRun,
@@ -250,17 +249,13 @@ class Protection:
             raise
 
 
-class NotYet(ValueError):
-    """What may still come: the process group, or `tft_set_optimizer_replica` on all ranks."""
-
-
 def protect(
     place: tuple[int, int], infos: Sequence[Info | None], handlers: Handlers, faults: Classifier, wishes: Wishes
 ) -> Protection:
     """Of a training that begins. All ranks call it together, after their process group.
 
     Args:
-        place: rank and size, of `tft_init_processor`; infos: as of `infos_of_all`; wishes: as of `Protection`.
+        place: rank and size, of `tft_init_processor`; infos: as of `exchange.infos_of_all`; wishes: as of `Protection`.
 
     Raises:
         ValueError: MindIO would save nothing of this job, with the reason.
@@ -278,16 +273,3 @@ def _wrong_values(cause: str) -> Verdict:
 def _users_handler() -> Any:
     users = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     return users if callable(users) else None
-
-
-def infos_of_all(info: Info | None, world_size: int) -> list[Info | None]:
-    """What all ranks have handed to `tft_set_optimizer_replica`. All call it together. Raises NotYet."""
-    found = [info]
-    if world_size > 1:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise NotYet("torch.distributed is not initialised")
-        found *= world_size
-        dist.all_gather_object(found, info)
-    if found.count(None) == world_size:
-        raise NotYet("tft_set_optimizer_replica was not called")
-    return found
