@@ -1,4 +1,4 @@
-"""What ModelCheckpoint saves behind a fault: the same files as without it."""
+"""What ModelCheckpoint saves behind a fault: the same files as without it; and what the optimizer goes on with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from frameworks.fit_rig import Boom, Job, Small, data, fit, seed
+from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
+from lastgasp.pytorch.io import save_verified
+from support.schedule_free import Averages
 
 pytestmark = pytest.mark.usefixtures("restored_environ")
 
@@ -67,3 +69,94 @@ def test_what_waits_for_a_validation_is_saved_behind_it(tmp_path: Path) -> None:
     straight = saves(tmp_path / "straight", saving, None, False, val_check_interval=5)
     assert "step=5.ckpt" in straight
     assert saves(tmp_path / "struck", saving, None, True, val_check_interval=5) == straight
+
+
+class Averaged(Small):
+    """Validates with the averages of its weights."""
+
+    strikes: int | None = None
+
+    def configure_optimizers(self) -> Any:
+        return Averages(self.parameters())
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].train()  # type: ignore[attr-defined]
+
+    def on_validation_epoch_start(self) -> None:
+        self.trainer.optimizers[0].eval()  # type: ignore[attr-defined]
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if self.trainer.current_epoch == self.strikes:
+            raise Boom
+        super().validation_step(batch, batch_idx)
+
+
+def averaged(folder: Path, *attempts: tuple[int, int | None]) -> dict[str, torch.Tensor]:
+    """Weights behind attempts: the epochs of each, and in which one's validation it is struck."""
+    job = Job(folder, {"num_sanity_val_steps": 0, "enable_checkpointing": True})
+    for epochs, strikes in attempts:
+        seed(1)
+        job.restart()
+        model = Averaged()
+        model.strikes = strikes
+        trainer = job.make(ModelCheckpoint(folder / "ckpts", save_top_k=-1), max_epochs=epochs)
+        fit(trainer, model, DataLoader(data(), 4, shuffle=True), val_dataloaders=DataLoader(data(2, 8), 4))
+    return weights(model)
+
+
+def test_a_schedule_free_optimizer_goes_on_with_the_weights_that_it_trains(tmp_path: Path) -> None:
+    """Validations put the others into the model; from the second one on they are copied before."""
+    expected = averaged(tmp_path / "straight", (3, None))
+    for name, attempts in {
+        "saved behind a validation": [(2, None), (3, None)],
+        "struck in the first": [(3, 0), (3, None)],
+        "struck in the second": [(3, 1), (3, None)],
+    }.items():
+        found = averaged(tmp_path / name, *attempts)
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], name
+
+
+def test_weights_that_are_exchanged_while_they_are_written_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread writes, and training goes on up to its next update."""
+    model = Averaged()
+
+    def exchanges(*args: Any) -> None:
+        save_verified(*args)
+        model.trainer.optimizers[0].eval()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("lastgasp_lightning.run.save_verified", exchanges)
+    assert not fit(Job(tmp_path).make(strike=5), model)
+    assert not [*tmp_path.rglob("*.ckpt")]
+
+
+class Seldom(Small):
+    """Has a layer that every third step uses, and keeps zeros in the place of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        out = self.net(batch[0]) + (self.second(batch[0]) if batch_idx % 3 == 1 else 0.0)
+        loss: torch.Tensor = (out - batch[1]).square().mean()
+        return loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_are_zeros_are_there_again(tmp_path: Path) -> None:
+    """Adam changes what has one, though it be zeros; what has none it leaves alone."""
+
+    def trained(folder: Path, *strikes: int | None) -> dict[str, torch.Tensor]:
+        job = Job(folder)
+        for strike in strikes:
+            seed(1)
+            job.restart()
+            fit(job.make(strike=strike), model := Seldom())
+        return weights(model)
+
+    expected, found = trained(tmp_path / "straight", None), trained(tmp_path / "struck", 9, None)
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []

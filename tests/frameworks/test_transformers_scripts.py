@@ -21,6 +21,7 @@ from lastgasp.errors import ConfigError
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp, state
 from lastgasp_transformers.files import LAYOUT
+from support.schedule_free import Averages
 
 pytestmark = [pytest.mark.usefixtures("restored_environ", "first_training"), pytest.mark.timeout(300)]
 
@@ -63,38 +64,6 @@ def test_the_loader_that_is_trained_is_the_one_that_is_resumed(tmp_path: Path, k
         trainer(tmp_path / "d", LastGasp(), Breaks(5), kind=kind).train()
     new_process()
     assert _differences(_trained(trainer(tmp_path / "d", LastGasp(), kind=kind)), expected) == []
-
-
-class Averages(torch.optim.Optimizer):
-    """As a schedule-free one: `eval` puts other weights into the model, `train` takes them out."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05, "train_mode": True})
-
-    def _swap(self, mode: bool) -> None:
-        for group in self.param_groups:
-            for one in group["params"] if group["train_mode"] != mode else ():
-                if (other := self.state[one].get("other")) is not None:
-                    kept = one.detach().clone()
-                    one.data.copy_(other)
-                    other.copy_(kept)
-            group["train_mode"] = mode
-
-    def train(self) -> None:
-        """Trainer calls it."""
-        self._swap(True)
-
-    def eval(self) -> None:
-        """As well."""
-        self._swap(False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Of the weights, and of their average."""
-        for group in self.param_groups:
-            for one in group["params"]:
-                one.add_(one.grad, alpha=-group["lr"])
-                self.state[one].setdefault("other", one.detach().clone()).lerp_(one, 0.3)
 
 
 class Lookahead(torch.optim.Optimizer):

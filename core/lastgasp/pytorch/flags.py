@@ -25,8 +25,8 @@ class Flags:
 
     Args:
         module: whose parameters and modules count; what is added to it later does not.
-        gradients: have gradients counted, by what steps find before they begin (`look`): what a step leaves may be
-            set to None behind its end.
+        gradients: have gradients counted. `take` has them where steps find some before they begin (`look`): what a
+            step leaves may be set to None behind its end.
     """
 
     def __init__(self, module: nn.Module, gradients: bool = False) -> None:
@@ -39,16 +39,17 @@ class Flags:
 
         No gradients where the last step has found none, since then the next one will not either.
         """
-        graded = self._graded() if self._found else bytes(len(self._parameters))
+        graded = self.graded() if self._found else bytes(len(self._parameters))
         return bytes(map(_TRAINED, self._parameters)), bytes(map(_MODE, self._modules)), graded
 
     def look(self) -> bytes:
         """A step begins: which parameters have a gradient now."""
-        graded = self._graded()
+        graded = self.graded()
         self._found = any(graded)
         return graded
 
-    def _graded(self) -> bytes:
+    def graded(self) -> bytes:
+        """Which parameters have a gradient now; none where these do not count."""
         strided = torch.strided  # zeros in the place of a sparse one would be dense
         asked = self._parameters if self._gradients else ()
         return bytes((g := p.grad) is not None and g.layout is strided for p in asked)

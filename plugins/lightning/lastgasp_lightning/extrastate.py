@@ -53,10 +53,11 @@ class ExtraStates:
         moved = "" if exchanged else self.moving.missing(taken[2])
         return "; ".join(filter(None, (self._modules.missing(taken[1]), moved)))
 
-    def put(self, checkpoint: dict[str, Any], taken: Taken) -> None:
-        """Put what `take` returned into a checkpoint of Lightning's."""
+    def put(self, checkpoint: dict[str, Any], taken: Taken, exchanged: bool) -> None:
+        """Put what `take` returned into a checkpoint of Lightning's; `exchanged`: its parameters are to stay."""
         data, modules, step = taken
-        extrastate.put(checkpoint.get("current_model_state", checkpoint["state_dict"]), self.moving.held(step))
+        if not exchanged:
+            extrastate.put(checkpoint.get("current_model_state", checkpoint["state_dict"]), self.moving.held(step))
         if data is not None:
             checkpoint[type(self._data).__qualname__] = data
         for states in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):

@@ -27,7 +27,7 @@ from lastgasp.adapter.torch import (
     own_aux,
     restore_aux,
 )
-from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
+from lastgasp_lightning.boundary_form import patch_group, patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.checkpoint_io import named
@@ -177,7 +177,7 @@ class Resume:
         _start_averaging(trainer)
         for optimizer, groups in zip(trainer.optimizers, record["param_groups"], strict=False):
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
-                group.update(saved)  # a scheduler that is made when the epoch starts changes the learning rate
+                patch_group(group, saved)  # a scheduler that is made when the epoch starts changes the learning rate
         self._restore_metrics(trainer, record)
         if note := record.get("not_saved"):
             self._note(note)

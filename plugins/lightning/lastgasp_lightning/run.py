@@ -14,11 +14,13 @@ from lastgasp.adapter import (
     GaspConfig,
     ManifestWriter,
     MarksConfig,
+    NotSaveable,
     StateSource,
     Training,
 )
 from lastgasp.adapter.again import Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
+from lastgasp.adapter.checkpoint import Staged
 from lastgasp.adapter.torch import (
     WORKERS,
     AuxRecorder,
@@ -40,6 +42,7 @@ from lastgasp_lightning.again import (
     tell_others,
 )
 from lastgasp_lightning.boundary import before_calls, before_updates
+from lastgasp_lightning.boundary_form import which_weights
 from lastgasp_lightning.buffers import Exchange
 from lastgasp_lightning.carried import VALUES, CarriedValues, split
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
@@ -218,7 +221,7 @@ class LightningRun(Training):
         if self.shards is not None:
             self.shards.begin()
         source = self.shards or GaspSource(
-            lambda files, step, aux: save_verified(self._dump_for_a_file(step, aux), files),
+            self._write,
             lambda step: gasp_path(self.config.directory, step, self.fit.number()), LAYOUT,
             recorder=self.state.recorder, writer=self.writer, config=self.config, alike=lambda: life.alike,
         )  # fmt: skip
@@ -326,6 +329,13 @@ class LightningRun(Training):
         if (used := self.elastic.used_by(step)) is not None:
             checkpoint[KEY]["elastic"] = used
         return checkpoint
+
+    def _write(self, files: Staged, step: int, aux: Mapping[int, bytes]) -> None:
+        optimizers = self.trainer.optimizers
+        before = which_weights(one.param_groups for one in optimizers)
+        save_verified(self._dump_for_a_file(step, aux), files)
+        if which_weights(one.param_groups for one in optimizers) != before:
+            raise NotSaveable("an optimizer has exchanged the weights while they were written (its train() or eval())")
 
     def _dump_for_a_file(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         aux, values = split(aux)

@@ -13,6 +13,7 @@ from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
 from lastgasp.adapter.torch import Flags, own_copy, values_of
+from lastgasp_lightning.boundary_form import which_weights
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
 from lastgasp_lightning.uservalues import ValuesOfSteps
@@ -76,7 +77,7 @@ class Snapshotter:
         self._values = values_of()
         self._names: list[tuple[str, ...]] = []
         self._named = -1
-        self.extra, self.flags = ExtraStates(trainer, sharded), Flags(trainer.lightning_module)
+        self.extra, self.flags = ExtraStates(trainer, sharded), Flags(trainer.lightning_module, gradients=True)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
         self._mid_step = [cb for cb in self._stateful if sharded or any(_overrides(cb, hook) for hook in hooks)]
@@ -121,6 +122,25 @@ class Snapshotter:
             values = zip(names, counters, strict=False)  # in this order: the names end first
             node.update({k: v for k, v in values if not isinstance(v, _BaseProgress)})
         return tree
+
+    def flags_of(self, snapshot: Snapshot) -> dict[str, list[str]]:
+        """For a checkpoint. Gradients are those of now: which ones a step under way has added it adds again.
+
+        Where `zero_grad` sets them to None it does so again, too, before they count.
+        """
+        return self.flags.record((*snapshot.flags[:2], self.flags.graded()))
+
+    def missing(self, snapshot: Snapshot, exchanged: bool) -> str:
+        """As `ExtraStates.missing`."""
+        return self.extra.missing(snapshot.extra, exchanged or self._exchanged(snapshot))
+
+    def put(self, checkpoint: dict[str, Any], snapshot: Snapshot) -> None:
+        """As `ExtraStates.put`."""
+        self.extra.put(checkpoint, snapshot.extra, self._exchanged(snapshot))
+
+    def _exchanged(self, snapshot: Snapshot) -> bool:
+        """A schedule-free optimizer has put other weights into the model than at the boundary."""
+        return which_weights(o.param_groups for o in self._strategy.optimizers) != which_weights(snapshot.groups)
 
     def add_callbacks(self, snapshot: Snapshot) -> None:
         """Remember the states of ordinary callbacks, before validation or epoch end changes them."""

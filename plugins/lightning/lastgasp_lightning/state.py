@@ -297,7 +297,7 @@ class LightningState:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
         """
         snapshot = self.require(step)
-        if missing := self._snapshots.extra.missing(snapshot.extra, self.exchange.done):
+        if missing := self._snapshots.missing(snapshot, self.exchange.done):
             self._note(missing)
         self._refuse_collectives()
         checkpoint = self.dump_live()
@@ -411,7 +411,7 @@ class LightningState:
             "unsaved": unsaved(self._trainer),
             "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
             "logging": snapshot.logging,
-            "flags": self._snapshots.flags.record(snapshot.flags),
+            "flags": self._snapshots.flags_of(snapshot),
             "notes": list(self.notes),
             "fit": msgspec.to_builtins(self.fit.fit),
             "as_set": self.fit.settings.values if self.fit.settings is not None else None,
@@ -447,4 +447,4 @@ class LightningState:
         checkpoint["callbacks"].update(snapshot.callbacks)
         patch_groups(checkpoint["optimizer_states"], snapshot.groups)
         self.exchange.put(checkpoint, record["buffers"], self._holder)
-        self._snapshots.extra.put(checkpoint, snapshot.extra)
+        self._snapshots.put(checkpoint, snapshot)
