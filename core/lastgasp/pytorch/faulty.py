@@ -28,7 +28,9 @@ def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) 
     undo.callback(replace_attribute(owner, name, wrap))
 
 
-def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
+def hook_model(
+    undo: ExitStack, module: torch.nn.Module, fire: Fire, graph: tuple[Any, str] | None = None
+) -> None:
     """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model.
 
     Parameters of `fully_shard`, and of DeepSpeed's engine, get no gradient of their own in the backward pass: there it
@@ -37,6 +39,8 @@ def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
 
     Args:
         module: the model, with what it is wrapped in.
+        graph: the object and its method that run the compiled graph, where the framework compiles another one than a
+            module.
     """
     sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
@@ -50,7 +54,7 @@ def hook_model(undo: ExitStack, module: torch.nn.Module, fire: Fire) -> None:
 
     inner = [name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
     middle = inner[len(inner) // 2]
-    compiled = _compiled_around(module, middle)
+    compiled = graph or _compiled_around(module, middle)
     if compiled is None:
         undo.callback(module.get_submodule(middle).register_forward_hook(in_forward).remove)
     else:

@@ -50,7 +50,8 @@ class FaultCallback(Callback):
         self._kit.entered()
         install(self._kit)
         self._hook_data(trainer)
-        hook_model(self._undo, pl_module, self._fire)
+        graph = (pl_module, "training_step") if pl_module._compiler_ctx else None  # torch.compile(module)
+        hook_model(self._undo, pl_module, self._fire, graph)
         for optimizer in trainer.optimizers:
             hook_optimizer(self._undo, optimizer, self._kit, lambda: self._step)
         replace(self._undo, trainer.strategy, "save_checkpoint", partial(self._save_of, trainer))
