@@ -93,6 +93,13 @@ def test_what_callbacks_change_and_draw_continues_unchanged(tmp_path: Path) -> N
     assert [noted in output for output in outputs] == [False, False, True], outputs
 
 
+def test_a_start_with_fewer_epochs_than_the_one_before_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path, "left").returncode != 0
+    finished = run(tmp_path, "left", "3")
+    assert finished.returncode == 0, finished.output
+    assert "to train 6 epochs in all, and is to train 3 now" in finished.output and "nothing left" in finished.output
+
+
 def test_where_checkpointmonitor_in_a_script_is_not_resumed_is_said(tmp_path: Path) -> None:
     broken = run(tmp_path, "monitored", "raises")
     assert broken.returncode != 0 and "from scratch beside" not in broken.output, broken.output

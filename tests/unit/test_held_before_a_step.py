@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -42,6 +42,7 @@ class Rank:
 
     def __init__(self, number: int, contact: Contact, directory: Path, replicas: ReplicaGroups) -> None:
         self.source, self.counters = FakeSource(), (4, 4)
+        self.frozen = self.accumulated = dict[str, Any]()
         self.source.rank = number
         place = Place(rank=number, world_size=2, replicas=replicas, job="job")
         config = GaspConfig.resolve(directory, finish_timeout=LIMIT)

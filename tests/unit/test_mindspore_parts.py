@@ -49,7 +49,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 def test_a_state_of_before_the_data_were_described_is_read() -> None:
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(aux()))
-    assert decode(msgspec.msgpack.encode(fields[:-1])).data == ""
+    assert decode(msgspec.msgpack.encode(fields[:7])).data == ""
 
 
 class Stage:

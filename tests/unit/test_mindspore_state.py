@@ -22,6 +22,7 @@ from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, loss_scale
+from lastgasp_mindformers.frozen import Frozen
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
@@ -55,6 +56,7 @@ class Small:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.frozen, self.accumulated = dict[str, Any](), dict[str, Any]()
 
     def capture(self, numbers: Numbers) -> None:
         """Noted."""
@@ -391,6 +393,66 @@ def test_a_survivor_writes_the_files_of_all_ranks_once(rank: Rank, tmp_path: Pat
     ]
     assert (tmp_path / "rank_1" / "meta.json").exists()
     assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
+
+
+class Param:
+    """A parameter of MindSpore's, by what is asked of it."""
+
+    dtype = "Float32"
+
+    def __init__(self) -> None:
+        self.value = numpy.zeros(4, numpy.float32)
+
+    def asnumpy(self) -> Any:
+        """The live values."""
+        return self.value
+
+
+def train(frozen: Frozen, graph: Param | None = None, callback: Param | None = None) -> list[str]:
+    """Two steps; what the graph of each changes, and what a callback behind it."""
+    told = []
+    for _ in range(2):
+        frozen.step_begin()
+        if graph is not None:
+            graph.value += 1
+        told += frozen.step_end()
+        if callback is not None:
+            callback.value += 1
+    return told
+
+
+def test_what_the_forward_pass_changes_is_told_from_what_is_frozen_and_what_callbacks_change() -> None:
+    still, target, average = Param(), Param(), Param()
+    frozen = Frozen({"still": still, "target": target, "average": average}, {})
+    (told,) = train(frozen, target, average)
+    assert told.startswith("the forward pass changes target, too large")
+    assert frozen.changed() == "target", "wherever it is read in a graph"
+    still.value += 1
+    assert frozen.changed() == "still, target", "late, as a target network that is copied each hundredth step"
+
+
+def test_accumulated_gradients_that_are_kept_are_named() -> None:
+    param = Param()
+    assert train(Frozen({}, {"accu_grads.w": param})) == []
+    (told, _) = train(Frozen({}, {"accu_grads.w": param}), param)
+    assert told.startswith("accu_grads.w: gradients are accumulated")
+
+
+def test_a_large_parameter_that_the_graph_has_changed_is_not_saved_as_of_the_step_before(
+    rank: Rank, tmp_path: Path
+) -> None:
+    source, _ = source_of(rank, tmp_path)
+    target = Param()
+    rank.state.frozen = Frozen({"target": target}, {})
+    saved = source.save(4, {}, "because")
+    source.discard(saved)
+    target.value += 1
+    with pytest.raises(NotSaveable, match="may have changed target already"):
+        source.save(4, {}, "because")
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    source.discard(source.save(5, {}, "because"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_with_its_own_shard_writes_only_that(rank: Rank, tmp_path: Path) -> None:

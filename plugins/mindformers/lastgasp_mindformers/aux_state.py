@@ -20,7 +20,7 @@ from lastgasp.adapter import CrashSafeBuffer
 VERSION = 1
 _ROOM = 1 << 14
 _LARGEST = 1 << 20
-"""Bytes; a larger parameter outside of the optimizer is a frozen weight, not a statistic."""
+"""Bytes; a larger parameter outside of the optimizer is a frozen weight, not a statistic (`frozen.Frozen`)."""
 RESET = ("accu_grads",)
 """Prefixes of parameters that are zero again at the end of each step."""
 SCALE = "scale_sense"
@@ -70,6 +70,8 @@ class AuxState(msgspec.Struct, frozen=True, array_like=True):
     statistics: tuple[Statistic, ...] = ()
     data: str = ""
     """What the training data are (`data.described`); empty where that is not known."""
+    epochs: int = 0
+    """How many a plain training is to have in all."""
 
 
 _STATES = msgspec.msgpack.Decoder(AuxState)
@@ -90,15 +92,20 @@ class AuxRecorder:
 
     Attributes:
         data: what the training data are, for people; set once that is known.
+        epochs: how many the job is to train in all; 0 where that is not known.
         names: of the statistics, which may differ from rank to rank.
+        frozen: by name, the parameters that are neither captured nor the optimizer's.
+        accumulated: those that should be zero at the end of each step.
     """
 
     def __init__(self, train_network: Any) -> None:
         self.buffer = CrashSafeBuffer(_ROOM)
-        self.data = ""
-        statistics, values = _watched(train_network)
+        self.data, self.epochs = "", 0
+        statistics, values, others = _watched(train_network)
         self._watched = statistics + values
         self.names = frozenset(watched.name for watched in statistics)
+        self.accumulated = {one.name: one.param for one in others if one.name.startswith(RESET)}
+        self.frozen = {one.name: one.param for one in others if one.name not in self.accumulated}
 
     def capture(self, numbers: Numbers) -> None:
         """As of now. One thread at a time."""
@@ -119,6 +126,7 @@ class AuxRecorder:
             generator=_generator(),
             statistics=tuple(_statistic(watched) for watched in self._watched),
             data=self.data,
+            epochs=self.epochs,
         )
         return msgspec.msgpack.encode(state)
 
@@ -229,8 +237,8 @@ def _is_scaling(name: str) -> bool:
     return name.rpartition(".")[2] in _SCALING
 
 
-def _watched(train_network: Any) -> tuple[tuple[_Watched, ...], tuple[_Watched, ...]]:
-    """Statistics, and single values of the optimizer."""
+def _watched(train_network: Any) -> tuple[tuple[_Watched, ...], tuple[_Watched, ...], tuple[_Watched, ...]]:
+    """Statistics, single values of the optimizer, and what is neither captured nor the optimizer's."""
     from mindspore import nn
 
     optimizers = [cell for _, cell in train_network.cells_and_names() if isinstance(cell, nn.Optimizer)]
@@ -238,18 +246,20 @@ def _watched(train_network: Any) -> tuple[tuple[_Watched, ...], tuple[_Watched, 
     theirs = {id(param) for optimizer in optimizers for param in optimizer.get_parameters()} - weights
     # Under their own names, as checkpoints have them, not under the path of cells that leads to them.
     named = {param.name: param for _, param in train_network.parameters_and_names()}
-    counted = [_Watched(name, param) for name, param in named.items() if id(param) not in weights and _counts(param)]
-    values = tuple(one for one in counted if id(one.param) in theirs and _size(one.param) == 1)
-    return tuple(one for one in counted if id(one.param) not in theirs), values
+    every = [_Watched(name, param) for name, param in named.items() if id(param) not in weights]
+    own = [one for one in every if id(one.param) not in theirs]
+    values = tuple(one for one in every if id(one.param) in theirs and _size(one.param) == 1 and _counts(one))
+    return tuple(filter(_counts, own)), values, tuple(one for one in own if not _counts(one))
 
 
 def _size(param: Any) -> int:
     return int(numpy.prod(param.shape))
 
 
-def _counts(param: Any) -> bool:
-    size = _size(param) * param.itemsize
-    return size <= _LARGEST and not param.name.startswith(RESET) and "BFloat16" not in str(param.dtype)
+def _counts(watched: _Watched) -> bool:
+    param = watched.param
+    small = _size(param) * param.itemsize <= _LARGEST
+    return small and not watched.name.startswith(RESET) and "BFloat16" not in str(param.dtype)
 
 
 def _statistic(watched: _Watched) -> Statistic:

@@ -24,7 +24,7 @@ def digests_of(train_network: Any, own: Iterable[str]) -> dict[str, bytes]:
         if name not in left_out and not name.startswith(RESET):
             hasher = hashers["parameters" if param.requires_grad else "optimizer"]
             hasher.update(f"{name} {param.dtype} {tuple(param.shape)}".encode())
-            hasher.update(_bytes_of(param))
+            hasher.update(bytes_of(param))
     return {name: hasher.digest() for name, hasher in hashers.items()}
 
 
@@ -33,7 +33,7 @@ def unknown_yet() -> dict[str, bytes]:
     return {"state of before the first step": b""}
 
 
-def _bytes_of(param: Any) -> Any:
+def bytes_of(param: Any) -> Any:
     """The values, without a copy if numpy knows their type."""
     try:
         array = param.asnumpy()

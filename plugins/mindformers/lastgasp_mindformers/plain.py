@@ -58,6 +58,17 @@ def not_repeated(dataset: Any, step: int) -> list[str]:
     return data.not_repeated(dataset, seeded=seeded, fast=fast, within=step % int(dataset.get_dataset_size()))
 
 
+def fewer(saved: int, now: int) -> str:
+    """The message where fewer epochs are asked for than when the checkpoint was saved; empty where not, or unknown."""
+    if now >= saved:
+        return ""
+    return (
+        f"Model.train was to train {saved} epochs in all, and is to train {now} now: it ends behind epoch {now}. Where "
+        "the script loads its newest checkpoint itself and passes the number of epochs that are left, it must pass all "
+        "of them: lastgasp resumes, and counts the epochs that are trained"
+    )
+
+
 def _into(network: Any, path: Path, values: Any) -> None:
     if values is None:
         values = mindspore.load_checkpoint(str(path), format=path.suffix[1:])

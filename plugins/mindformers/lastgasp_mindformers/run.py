@@ -23,7 +23,7 @@ from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
 from lastgasp_mindformers.monitors import forgetful, is_monitor, searched
 from lastgasp_mindformers.native import Iterations, monitor_of, native_of
-from lastgasp_mindformers.plain import load, not_repeated
+from lastgasp_mindformers.plain import fewer, load, not_repeated
 from lastgasp_mindformers.ranks import connect, dated, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
 from lastgasp_mindformers.source import MindSporeSource, Writer
@@ -114,7 +114,7 @@ class Run:
         self.life.on_close(self._faults.undo)
         self._left_files = LeftFiles()
         self._aux = b""
-        self._seen = self._epochs = self._size = 0
+        self._seen = self._epochs = self._size = self._total = 0
         self._dataset: Any = None
         self._ended = self._saves = self._first = self._left = self._again = False
         self._unseen = ""
@@ -159,6 +159,11 @@ class Run:
             self._dataset = arguments["train_dataset"]
             own_count = arguments.get("initial_epoch")
             arguments, self._aux = load(self.selector, network, arguments, self._searched(others))
+            self._total = int(arguments["epoch"])
+            if self._aux and (why := fewer(saved := decode(self._aux).epochs, self._total)):
+                log.error("%s", why)
+                self.session.note(why)
+                self._total = saved
             if own_count:
                 self._epochs = int(arguments["initial_epoch"])
                 self._size = steps_of_epoch(arguments, mindspore.get_context("device_target"))
@@ -243,6 +248,7 @@ class Run:
             self.session.defer_to_framework()
             return
         self.state.aux.data = data = described(params)
+        self.state.aux.epochs = self._total
         if self._aux:
             aux = decode(self._aux)
             restore_random(aux)
@@ -303,6 +309,7 @@ class Run:
         coming = self._numbers(params)
         self._fire("data", coming.step - 1)
         self._marks.step_begin(coming.step)
+        self.state.frozen.step_begin()
         self.state.step_begin(coming)
         self.session.progress(
             "backward"
@@ -316,6 +323,8 @@ class Run:
         numbers = self._numbers(params, params.net_outputs)
         self._fire("after_update", numbers.step - 1)
         self.state.step_end(numbers, saves=self._saves)
+        for told in self.state.frozen.step_end():
+            self.session.note(told)
         if self._first:
             self._first = False
             self.session.compare_replicas(self._digests)

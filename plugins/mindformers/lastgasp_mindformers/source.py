@@ -82,6 +82,8 @@ class MindSporeSource:
             if self.rank == self._first_saver():
                 nbytes += staged.open(where.aux).write(encode_aux(states))
             faults.fire_at("gasp_save", step)
+            if why := self._state.ahead():
+                raise NotSaveable(why)
             self._require(step)
             part = part_of(staged)
         except BaseException:

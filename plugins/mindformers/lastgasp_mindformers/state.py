@@ -10,6 +10,7 @@ from typing import Protocol
 from lastgasp.adapter import RankStatus
 from lastgasp.adapter import clock as _clock
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers
+from lastgasp_mindformers.frozen import Frozen
 
 log = logging.getLogger("lastgasp")
 
@@ -60,6 +61,7 @@ class MindSporeState:
         readable: bool = True,
     ) -> None:
         self.gate, self.aux = gate, aux
+        self.frozen = Frozen(aux.frozen if gate is not None and readable else {}, aux.accumulated)
         self._status, self._finish, self._readable = status, finish, readable
         self._before_update, self._step_completed = before_update, step_completed
         self._done = threading.RLock()
@@ -228,6 +230,13 @@ class MindSporeState:
         if counters != (base, base):
             return f"the update after step {step} has begun"
         return ""
+
+    def ahead(self) -> str:
+        """Why what was read in the graph of a step may be of that step already; empty where it is not."""
+        if not self._in_graph or self._status.at_gate or self.numbers.step >= self._next.step:
+            return ""
+        changed = self.frozen.changed()
+        return f"the graph may have changed {changed} already, which the optimizer does not train" if changed else ""
 
     def _not_on(self, step: int) -> str:
         current = self.numbers.step

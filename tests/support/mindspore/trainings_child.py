@@ -212,6 +212,13 @@ def changes(folder: Path, fails: str) -> None:
         print(f"final {param.name} {param.asnumpy().tobytes().hex()}", flush=True)
 
 
+def left(folder: Path, epochs: str) -> None:
+    """Six epochs; then those that are left, as by a script that has loaded a checkpoint itself."""
+    model, dataset, _ = made()
+    more = [] if epochs else [Fails(14)]
+    model.train(int(epochs or 6), dataset, callbacks=[Losses(), *more, LastGasp(str(folder / "ckpts"))])
+
+
 class Reads(Callback):  # type: ignore[misc]
     """Goes through the training data behind each epoch."""
 
