@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,6 @@ from lastgasp_mindformers.preload import FilePreload
 
 if TYPE_CHECKING:
     from lastgasp_mindformers.reload import MindFormersSelector
-
-log = logging.getLogger("lastgasp")
 
 _NO_SEED = 5489
 """What `get_seed` says where none was set."""
@@ -44,7 +41,6 @@ def load(
     dataset = arguments["train_dataset"]
     size = data.steps_of_epoch(arguments, mindspore.get_context("device_target"))
     dataset.set_init_step(choice.step)
-    log.info("resuming after step %d of %s", choice.step, choice.path)
     begun = choice.step // size
     if arguments.get("initial_epoch"):  # the user's own count of epochs, in which the file is named
         begun = choice.epoch if choice.step % size == 0 else choice.epoch - 1

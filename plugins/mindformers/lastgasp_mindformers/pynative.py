@@ -18,7 +18,7 @@ from lastgasp_mindformers import loads
 from lastgasp_mindformers.aux_state import Numbers, decode, restore_random
 from lastgasp_mindformers.monitors import Saved
 from lastgasp_mindformers.pynative_writer import PynativeWriter
-from lastgasp_mindformers.run import ONLY_FIRST, Run, begins, trained_before
+from lastgasp_mindformers.run import ONLY_FIRST, OWN_DIRECTORY, Run, begins, trained_before
 from lastgasp_mindformers.settings import options_of_config
 
 log = logging.getLogger("lastgasp")
@@ -46,7 +46,7 @@ def protected(call: Any, trainer: Any, arguments: dict[str, Any], options: Optio
         arguments: of the call, by name.
     """
     if trained_before():
-        log.warning(ONLY_FIRST)
+        log.warning(ONLY_FIRST + OWN_DIRECTORY)
         return call(**arguments)
     run = PynativeRun(options, trainer)
     try:

@@ -43,11 +43,11 @@ log = logging.getLogger("lastgasp")
 
 _home: Path | None = None
 """Where a training of this process was protected. Another one would resume from the first one's checkpoints."""
-ONLY_FIRST = (
-    "this process has trained before: lastgasp protects only its first training. If this one saves "
-    "iteration_* directories, give it a directory of its own: the next start would take them for the first one's"
+ONLY_FIRST = "this process has trained before: lastgasp protects only its first training. "
+ONE_CALL = "A script that trains epoch by epoch is protected when it calls model.train(E, ...) once, for all epochs"
+OWN_DIRECTORY = (
+    "If this one saves iteration_* directories, give it one of its own: the next start would take them for the first's"
 )
-
 _NOT_RESUMED = (
     "outside of MindFormers' Trainer lastgasp resumes no training with a CheckpointMonitor. Load in the script and "
     "give CheckpointMonitor its append_info, or use MindSpore's ModelCheckpoint"
@@ -138,7 +138,7 @@ class Run:
         given = list(arguments["callbacks"])
         if trained_before():
             self._left = True
-            log.warning(ONLY_FIRST)
+            log.warning(ONLY_FIRST + (ONE_CALL if monitor_of(given) is None else OWN_DIRECTORY))
             return arguments | {"callbacks": unprotected(given)}
         begins(self.options.gasp.directory)
         ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
