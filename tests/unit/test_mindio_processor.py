@@ -272,7 +272,12 @@ def test_a_decorated_function_without_an_update_reaches_nobody(
 ) -> None:
     """An evaluation, on rank 0 alone between two epochs, or inside of one, whose training it belongs to."""
     asked: list[str] = []
-    monkeypatch.setattr(processor, "infos_of_all", lambda info, place, training: asked.append(training) or [info])
+
+    def infos(info: Any, place: Any, training: str) -> list[Any]:
+        asked.append(training)
+        return [info]
+
+    monkeypatch.setattr(processor, "infos_of_all", infos)
     found = started()
     evaluate = found.decorate(lambda: 7)
 
@@ -318,6 +323,51 @@ def test_what_is_missing_at_the_first_update_is_said_and_not_waited_for(
     assert engine.began == []
     found.decorate(lambda: update(found, 3))()
     assert engine.began == [2]
+
+
+def test_replicas_that_come_after_the_first_update_are_said_to_be_late(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = started()
+    monkeypatch.setattr(framework, "PROCESSOR", found)
+    monkeypatch.setattr(notices, "_said", set())
+    framework.tft_set_optimizer_replica(0, INFO)
+    assert caplog.text == ""
+    update(found, 1)
+    framework.tft_set_optimizer_replica(0, INFO)
+    assert "tft_set_optimizer_replica came after the first update" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("tft_start_updating_os", ()), ("tft_report_error", (8,)), ("tft_wait_next_action", ()),
+     ("tft_wait_repair_action", ())],
+)  # fmt: skip
+def test_what_would_wait_for_the_recovery_is_refused_in_a_handler(
+    name: str, given: tuple[int, ...], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recovery waits for the handler."""
+    found = started()
+    monkeypatch.setattr(framework, "PROCESSOR", found)
+    update(found, 1)
+    found.handlers.register("save_ckpt", lambda *_: getattr(framework, name)(*given), None)
+    with pytest.raises(RuntimeError, match=f"{name} inside the save_ckpt handler"):
+        found.handlers.save(1, [])
+
+
+def test_the_end_of_the_processor_in_a_handler_is_ignored(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the recovery as well; but what was saved is not to be given up for it."""
+    found = started()
+    monkeypatch.setattr(framework, "PROCESSOR", found)
+    monkeypatch.setattr(notices, "_said", set())
+    update(found, 1)
+    found.handlers.register("rename", lambda *_: framework.tft_destroy_processor(), None)
+    found.handlers.rename(1)
+    assert engine.closed == 0 and "inside the rename handler is ignored" in caplog.text
+    framework.tft_destroy_processor()
+    assert engine.closed == 1
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("in the child"), SystemExit(0)])

@@ -335,9 +335,15 @@ def test_a_rank_that_is_not_clean_saves_at_no_later_order(
     """The engine orders a save that failed once more; another holder is asked then."""
     called: list[str] = []
     handlers = Handlers()
-    handlers.register("save_ckpt", lambda *_: called.append("save"), None)
-    handlers.register("stop", lambda *_: called.append("stop") or 1 // (broken != "stop"), None)
-    handlers.register("clean", lambda *_: called.append("clean") or cleaned, None)
+
+    def note(name: str, result: int | None) -> int | None:
+        called.append(name)
+        if broken == name == "stop":
+            raise ZeroDivisionError
+        return result
+
+    for name, result in (("save_ckpt", None), ("stop", None), ("clean", cleaned)):
+        handlers.register(name, lambda *_, name=name, result=result: note(name, result), None)
     monkeypatch.setenv(settings.STOP_CLEAN, "1")
     saver = saver_of(tmp_path, handlers)
     saver.parked.set()

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from lastgasp_mindio.shards import Info
@@ -40,7 +41,7 @@ def infos_of_all(info: Info | None, place: tuple[int, int], training: str) -> li
     if world_size > 1:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("torch.distributed is not initialised")
-        store = dist.PrefixStore(f"lastgasp/mindio/{training}", distributed_c10d._get_default_store())
+        store = PrefixStore(f"lastgasp/mindio/{training}", distributed_c10d._get_default_store())
         try:
             found = json.loads(_agreed(store, info, rank, world_size))
         except RuntimeError as error:  # torch's: the store is gone
@@ -52,7 +53,7 @@ def infos_of_all(info: Info | None, place: tuple[int, int], training: str) -> li
     return list(found)
 
 
-def _agreed(store: dist.Store, info: Info | None, rank: int, world_size: int) -> bytes:
+def _agreed(store: Store, info: Info | None, rank: int, world_size: int) -> bytes:
     """The same for all, in JSON: everything, or who did not come. The first one to say it decides."""
     store.set(str(rank), json.dumps(info))
     if rank == 0:
@@ -64,7 +65,7 @@ def _agreed(store: dist.Store, info: Info | None, rank: int, world_size: int) ->
     return bytes(store.compare_set("all", "", json.dumps(f"rank 0 did not come to its first update in {WAIT:g} s")))
 
 
-def _gathered(store: dist.Store, world_size: int) -> list[Any] | str:
+def _gathered(store: Store, world_size: int) -> list[Any] | str:
     deadline, found = time.monotonic() + WAIT, []
     for rank in range(world_size):
         if not _came(store, str(rank), max(0.001, deadline - time.monotonic())):
@@ -73,7 +74,7 @@ def _gathered(store: dist.Store, world_size: int) -> list[Any] | str:
     return found
 
 
-def _came(store: dist.Store, key: str, seconds: float) -> bool:
+def _came(store: Store, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=seconds))
     except dist.DistStoreError:

@@ -5,6 +5,7 @@ What MindIO answers by ending the process raises here, so that the reason is whe
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -78,8 +79,11 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
 
 
 def tft_destroy_processor() -> None:
-    """Training ended well on this rank."""
-    PROCESSOR.close()
+    """Training ended well on this rank. Ignored inside a handler: the dump is worth more than a word about it."""
+    if handler := PROCESSOR.handlers.inside:
+        say(f"tft_destroy_processor inside the {handler} handler is ignored: call it behind training", 0, logging.ERROR)
+    else:
+        PROCESSOR.close()
 
 
 def tft_is_reboot_node() -> bool:
@@ -133,6 +137,9 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
     info = checks.replica_info(rank, replica_info)
     if any(entry["replica_shift"] for entry in info):
         say("replica_shift is not used: replicas are those at a distance of len(rank_list) / replica_cnt", rank)
+    if PROCESSOR.trains:
+        say("tft_set_optimizer_replica came after the first update of this training and counts from the next one on: "
+            "call it before", rank, logging.ERROR)  # fmt: skip
     PROCESSOR.info = info
 
 
@@ -172,7 +179,9 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
     Raises:
         SystemExit: a dump was made, and this process ends (`lastgasp.adapter.Released`).
         TypeError, ConfigError: what MindIO would not accept.
+        RuntimeError: this thread runs a handler; also below.
     """
+    PROCESSOR.handlers.refuse("tft_start_updating_os")
     if backup_step.__class__ is not int or backup_step < -1:
         checks.strict(backup_step=(backup_step, int))
         checks.within("backup_step", backup_step, -1, _MOST_STEPS)
@@ -222,6 +231,7 @@ def tft_report_error(error_type: int, error_code: str = "") -> None:
         TypeError, ConfigError: what MindIO would not accept.
         NotRunning: no step was completed, or a state that has no meaning here.
     """
+    PROCESSOR.handlers.refuse("tft_report_error")
     checks.strict(error_type=(error_type, int), error_code=(error_code, str))
     checks.within("error_type", error_type, 0, len(ReportState) - 1)
     checks.within("error_code", len(error_code), 0, _CODE - 1)
@@ -230,11 +240,13 @@ def tft_report_error(error_type: int, error_code: str = "") -> None:
 
 def tft_wait_next_action() -> int:
     """Wait for the end of the recovery; the value of Action.EXIT. Raises NotRunning where there is none."""
+    PROCESSOR.handlers.refuse("tft_wait_next_action")
     return PROCESSOR.wait()
 
 
 def tft_wait_repair_action() -> int:
     """As `tft_wait_next_action`: only a decorated training function is entered again in the same process."""
+    PROCESSOR.handlers.refuse("tft_wait_repair_action")
     return PROCESSOR.wait()
 
 

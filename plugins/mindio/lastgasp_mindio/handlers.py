@@ -41,6 +41,15 @@ class Handlers:
         found: str = getattr(self._thread, "name", "")
         return found
 
+    def refuse(self, what: str) -> None:
+        """A call that would wait for the end of the recovery, which waits for the handler.
+
+        Raises:
+            RuntimeError: this thread runs a handler.
+        """
+        if self.inside:
+            raise RuntimeError(f"{what} inside the {self.inside} handler: return from the handler first")
+
     def save(self, step: int, info: list[dict[str, Any]]) -> None:
         """Have this rank's part of the dump written. Raises what the handler raises, NotSaveable without one."""
         self._call("save_ckpt", step, info, self.args, ctx=True)

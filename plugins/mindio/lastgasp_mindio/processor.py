@@ -137,6 +137,11 @@ class Processor:
             self.close()
 
     @property
+    def trains(self) -> bool:
+        """A training is under way, protected or not: its first update has begun."""
+        return self._inside or self.before_update != self._first_update
+
+    @property
     def protection(self) -> Protection | None:
         """Of the training that is under way; None where nothing is protected."""
         return self._protection
@@ -254,9 +259,7 @@ class Processor:
     # -- the hot path -----------------------------------------------------------------------------
 
     def _first_update(self) -> None:
-        """Before the first update of this run: connect, where that was not done yet."""
-        if self.handlers.inside:
-            raise RuntimeError(f"tft_start_updating_os inside the {self.handlers.inside} handler")
+        """Before the first update of a training: connect."""
         if self.reboot:
             raise RuntimeError("ARF FINISH: this process has to get its state from the others before it trains")
         if self._protection is None:
