@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,7 +282,9 @@ def test_subclasses_may_name_parameters_in_their_way(tmp_path: Path) -> None:
 def test_the_time_of_earlier_attempts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As their steps and tokens do, in what is logged of the speed."""
     with monkeypatch.context() as later:
-        later.setattr(state, "time", SimpleNamespace(time=lambda: time.time() + 1000))
+        passed = chain([0.0], repeat(1000.0))
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(passed))
+        later.setattr(state, "adapter", SimpleNamespace(**vars(state.adapter) | {"clock": clock}))
         with pytest.raises(InjectedFault):
             trainer(tmp_path, LastGasp(), Breaks(5)).train()
     new_process()

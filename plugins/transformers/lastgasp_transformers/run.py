@@ -316,8 +316,8 @@ class Run:
         record, self._record = self._record, None
         if record is not None:
             self._before = record.get("seconds", 0.0)
+            training.began -= self._before
         given["start_time"] -= self._before
-        training.began = given["start_time"]
         exact = record is not None and self._return(record, given)
         undo = adapter.replace_attribute(trainer_module, "skip_first_batches", _skip_nothing if exact else lambda f: f)
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +64,7 @@ class Training(adapter.Training):
         loaders: that give the data.
         phase: of the step under way, from its update on; empty before.
         epoch, batches: the epoch under way, and how many batches it has.
-        began: when its training began, earlier by the time that was spent before what it resumes.
+        began: when its training began (monotonic), earlier by the time that was spent before what it resumes.
         done, updates: the steps of it that are complete, and how many it has.
         norm: of the gradient of the step under way.
         last: norm of the gradient and learning rate of the last step, for its log.
@@ -97,7 +96,7 @@ class Training(adapter.Training):
         self._resumed: Record = {}
         self._scheduled: Record = {}
         self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
-        self.done, self.updates, self.began = 0, 1, time.time()
+        self.done, self.updates, self.began = 0, 1, adapter.clock.monotonic()
         self.last: tuple[Any, ...] = (None, None)
         self.norm: Any = None
         self._handles = [steps.register_step_pre_hook(self._before_update)]
@@ -172,7 +171,7 @@ class Training(adapter.Training):
             "step": self.step,
             "last": last,
             "in_epoch": (self.epoch, self.done, self.updates),
-            "seconds": time.time() - self.began,
+            "seconds": adapter.clock.monotonic() - self.began,
             "state": vars(trainer.state) | {"log_history": list(trainer.state.log_history)},
             "control": dict(vars(trainer.control)),
             "callbacks": [(type(one).__name__, one.state()) for one in self._exportable()],
