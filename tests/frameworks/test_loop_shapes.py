@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from frameworks.loop_rig import (
     Container,
@@ -130,6 +132,19 @@ def accelerated(s: Session, p: Parts) -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+
+
+def with_fabric(s: Session, p: Parts) -> None:
+    fabric, optimizer, scheduler = p.prepared
+    for _ in s.epochs(3):
+        for batch in s.batches(p.data):
+            p.tick()
+            optimizer.zero_grad()
+            fabric.backward(p.loss(batch))
+            fabric.clip_gradients(p.model, optimizer, max_norm=1.0)
+            optimizer.step()
+        scheduler.step()
+        p.tick()
 
 
 def contained(s: Session, p: Parts) -> None:
@@ -527,6 +542,20 @@ def prepared(p: Parts) -> TorchState:
     return TorchState(p.model, optimizer, scheduler)
 
 
+def set_up(p: Parts) -> TorchState:
+    """As `Fabric.setup` wraps them: the loader counts its passes, and moves the batches."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    p.model, optimizer = fabric.setup(p.model, Adam(p.model.parameters(), lr=0.02))
+    p.data = fabric.setup_dataloaders(p.data)
+    p.prepared = [fabric, optimizer, StepLR(optimizer, 2, 0.8)]
+    return TorchState(p.model, optimizer, p.prepared[2])
+
+
+def shared_out() -> DataLoader[Any]:
+    """Shuffled by the number of the epoch, which Fabric sets."""
+    return loader(sampler=DistributedSampler(range(20), 1, 0))  # type: ignore[arg-type]
+
+
 def with_a_container(p: Parts) -> TorchState:
     p.prepared = [Container(p.model)]
     return TorchState(p.model, p.prepared[0], StepLR(p.prepared[0].optimizers[0], 2, 0.8))
@@ -631,6 +660,7 @@ SHAPES = {
     "lazy": Shape(plain, lazy),
     "masters": Shape(plain_steps, with_masters),
     "accelerated": Shape(accelerated, prepared),
+    "fabric": Shape(with_fabric, set_up, shared_out),
     "contained": Shape(contained, with_a_container),
     "accumulating": Shape(accumulating, adam),
     "branching": Shape(branching, with_branches),
@@ -737,6 +767,20 @@ def test_random_numbers_of_workers_are_reported(tmp_path: Path, caplog: pytest.L
     caplog.clear()
     run(SHAPES["workers"], tmp_path)
     assert caplog.text.count(f"{WORKERS}: where they draw any (augmentation), this run draws other ones") == 1
+
+
+@pytest.mark.usefixtures("restored_environ")
+def test_what_fabric_has_set_up_is_taken_out_of_it() -> None:
+    """With the scaler that it makes for itself; compiled behind it, too."""
+    precision = MixedPrecision("16-mixed", "cpu")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
+    inside = net()
+    adam = Adam(inside.parameters())
+    model, optimizer = fabric.setup(inside, adam)
+    state = TorchState({"model": model}, [optimizer])
+    assert state.modules["model"] is inside and list(state.optimizers.values()) == [adam]
+    assert state.scaler is precision.scaler and state.scaler is not None
+    assert TorchState(torch.compile(model)).modules["model"] is inside
 
 
 def test_twice_cut(tmp_path: Path) -> None:

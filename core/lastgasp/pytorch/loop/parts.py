@@ -96,6 +96,32 @@ def inner(given: Any, attribute: str, needs: str) -> Any:
     return given if found is None else found
 
 
+_FABRIC = {"_FabricModule": "_forward_module", "_FabricOptimizer": "optimizer"}
+"""Classes of Lightning Fabric's wrappers, and where each has the object that it wraps."""
+
+
+def without_fabric(given: Any) -> Any:
+    """`given`, one object, a list or a dict of them, without what Lightning's `Fabric.setup` wraps around each."""
+    if isinstance(given, Mapping):
+        return {name: without_fabric(item) for name, item in given.items()}
+    if isinstance(given, list | tuple):
+        return [without_fabric(item) for item in given]
+    attribute = _fabric_attribute(given)
+    return getattr(given, attribute) if attribute else given
+
+
+def fabric_scaler(given: Any) -> Any:
+    """The `GradScaler` that Fabric makes for precision "16-mixed"; None if there is none."""
+    for one in given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]:
+        if _fabric_attribute(one):
+            return getattr(one._strategy.precision, "scaler", None)
+    return None
+
+
+def _fabric_attribute(given: Any) -> str:
+    return next((_FABRIC[kind.__name__] for kind in type(given).__mro__ if kind.__name__ in _FABRIC), "")
+
+
 def without_containers(given: Any) -> tuple[Any, list[Any]]:
     """`given`, with the optimizers that others hold in `optimizers` in place of those (torchtitan's
     `OptimizersContainer`), and those: the ones inside make the updates and have all states.
@@ -129,6 +155,7 @@ def _held_by(optimizer: Any) -> list[Any]:
 def unwrapped(module: Any) -> nn.Module:
     """The user's module inside DDP and `torch.compile`."""
     while True:
+        module = without_fabric(module)  # compiled behind its `setup`
         if isinstance(module, DistributedDataParallel):
             module = module.module
         elif hasattr(module, "_orig_mod"):
@@ -143,7 +170,7 @@ def ddp_of(module: Any) -> DistributedDataParallel | None:
     while not isinstance(module, DistributedDataParallel):
         if not hasattr(module, "_orig_mod"):
             return None
-        module = module._orig_mod
+        module = without_fabric(module._orig_mod)
     return module
 
 

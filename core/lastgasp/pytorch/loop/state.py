@@ -24,7 +24,15 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.extras import Extras, fill, state_of
-from lastgasp.pytorch.loop.parts import Parts, ddp_of, inner, unwrapped, without_containers
+from lastgasp.pytorch.loop.parts import (
+    Parts,
+    ddp_of,
+    fabric_scaler,
+    inner,
+    unwrapped,
+    without_containers,
+    without_fabric,
+)
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
 from lastgasp.pytorch.loop.unlike import model_problems, optimizer_problems
 from lastgasp.pytorch.own_dtypes import load_parts
@@ -88,6 +96,8 @@ class TorchState:
         replicated: bool = False,
         elastic: Any = None,
     ) -> None:
+        scaler = fabric_scaler(model) if scaler is None else scaler
+        model, optimizer = without_fabric(model), without_fabric(optimizer)
         self.models = Parts.of("model", model, "named_parameters")
         self.engine = engine_of(self.models.values())
         if self.engine is not None:

@@ -7,6 +7,7 @@ that iterates its loaders itself holds an `EpochPosition`; that of a custom trai
 """
 
 from lastgasp.pytorch.position import accelerated as _accelerated
+from lastgasp.pytorch.position import fabric as _fabric
 from lastgasp.pytorch.position import known as _known
 from lastgasp.pytorch.position.epoch import EpochPosition
 from lastgasp.pytorch.position.protocol import (
@@ -47,4 +48,4 @@ __all__ = [
     "register_loader",
     "untrack_sampler",
 ]
-del _accelerated, _known
+del _accelerated, _fabric, _known
