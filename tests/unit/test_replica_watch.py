@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lastgasp.pytorch.loop.outside import ReplicaWatch
 
@@ -56,6 +57,39 @@ def test_states_of_other_parameters_differ_though_they_look_alike() -> None:
         rank.step()
     assert ranks[0].asked != ranks[1].asked
     assert ["hold on one rank" in note for note in ranks[0].notes] == [True]
+
+
+def test_a_number_of_a_ranks_own_is_no_difference() -> None:
+    """LBFGS keeps the loss of its last batch."""
+    ranks = Rank(0, 1), Rank(0, 1)
+    for number, rank in enumerate(ranks):
+        rank.optimizer.register_step_post_hook(
+            lambda optimizer, *_, number=number: optimizer.state[optimizer.param_groups[0]["params"][0]].update(
+                prev_loss=float(number)
+            )
+        )
+        rank.step()
+        rank.step()
+    assert ranks[0].asked == ranks[1].asked
+
+
+def test_an_optimizer_that_one_rank_alone_steps_later_is_not_waited_for() -> None:
+    """A probe on rank 0; and torch's own call of `step` for a state dictionary of one that has none yet."""
+    rank = Rank(0, 1)
+    probe = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    rank.watch.remove()
+    rank.watch = ReplicaWatch([], [rank.optimizer, probe], rank._compare, rank.notes.append)
+    rank.alike = True
+    rank.step()
+    for _ in range(2):
+        probe.param_groups[0]["params"][0].grad = torch.ones(1)
+        probe.step()
+        rank.step()
+    assert len(rank.asked) == 1
+    waiting = Rank(0, 1)
+    get_optimizer_state_dict(waiting.net, waiting.optimizer)
+    waiting.watch.step_over(b"\1\1\1\1")
+    assert not waiting.asked
 
 
 def test_a_rank_that_has_no_state_is_asked_as_well() -> None:

@@ -228,8 +228,9 @@ class AdapterRun:
             Whether they still are.
         """
         assert self._training is not None, "bind() comes before"
-        if self.alike:  # where they cannot be asked, one has just died, and they compare when they are back
-            self.alike = self.session.compare_replicas(digests or self._training.digests, alike_before=True)
+        if self.alike:  # `digests`: where they cannot be asked, one has just died, and they compare when they are back
+            asked = self._training.digests if digests is None else digests
+            self.alike = self.session.compare_replicas(asked, alike_before=digests is not None)
         return self.alike
 
     def enter_again(self, training: Training, step: int, durable: int, users_handler: Any) -> None:

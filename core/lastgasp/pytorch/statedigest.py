@@ -31,7 +31,10 @@ def digests_of(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) -
 
 
 def state_digest(optimizers: Iterable[Any]) -> bytes:
-    """Digest of what optimizers hold besides parameters, and for which of them."""
+    """Digest of the tensors that optimizers hold besides parameters, and for which of them.
+
+    Numbers may be a rank's own where its tensors are not: LBFGS keeps the loss of its last batch.
+    """
     return digest(_states(optimizers))
 
 
@@ -41,7 +44,7 @@ def _states(optimizers: Iterable[Any]) -> Iterator[Any]:
             for index, parameter in enumerate(group["params"]):
                 if state := optimizer.state.get(parameter):
                     yield index
-                    yield from leaves(state)
+                    yield from (leaf for leaf in leaves(state) if isinstance(leaf, Tensor | str))
 
 
 def held(optimizer: Any, known: set[int]) -> Iterator[Any]:

@@ -164,7 +164,8 @@ class ReplicaWatch:
 
     Args:
         models: those that are trained; of others than DDP's nothing is known.
-        optimizers: each is followed until it has made an update; of sharded models none.
+        optimizers: followed until one has made an update, in the same step on all ranks; of sharded models none. One
+            that makes its first update later may do so on one rank alone, and is not waited for.
         compare: have all ranks compare what they hold, or what the given function says of it, and return whether it is
             the same; all of them call it at the end of the same step.
         note: reports what people must know (`Session.note`).
@@ -183,17 +184,16 @@ class ReplicaWatch:
         self._models = [found for model in models if (found := ddp_of(model)) is not None]
         self._optimizers = list(optimizers)
         self._before, self._missing, self._trained = b"", 0, 0
-        self._updated: set[int] = set()
-        self._handles = {id(one): one.register_step_post_hook(self._first) for one in self._optimizers}
-        self._made = False
+        self._handles = [one.register_step_post_hook(self._first) for one in self._optimizers]
+        self._updated = self._made = False
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent."""
         while self._handles:
-            self._handles.popitem()[1].remove()
+            self._handles.pop().remove()
 
-    def _first(self, optimizer: Any, *_: object) -> None:
-        self._updated.add(id(optimizer))
+    def _first(self, *_: object) -> None:
+        self._updated = self._updated or not is_initializing()
 
     def step_over(self, frozen: bytes) -> None:
         """A step is complete.
@@ -220,10 +220,8 @@ class ReplicaWatch:
         return bool(known and trained & ~known)
 
     def _states(self) -> None:
-        for updated in self._updated:
-            self._handles.pop(updated).remove()
-        self._updated.clear()
-        self._made = False
+        self.remove()
+        self._updated = self._made = False
         if self._uneven():
             return
         if not self._compare(lambda: {"optimizer state": state_digest(self._optimizers)}):
