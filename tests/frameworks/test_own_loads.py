@@ -73,6 +73,16 @@ def test_a_newer_state_of_the_scripts_own_is_not_replaced(adam: bool, tmp_path: 
     assert Script(adam).train(9).run(tmp_path, 1, resume="never") == 0
 
 
+def test_a_restart_goes_on_from_the_sessions_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refusal would end a job that nobody looks after."""
+    Script().run(tmp_path, 2)
+    monkeypatch.setenv("LASTGASP_ATTEMPT", "1")
+    assert Script().train(4).run(tmp_path, 3) == 2
+    assert "has loaded a newer checkpoint of its own before Session.open (step of optimizer: 4)" in caplog.text
+
+
 def test_a_named_checkpoint_is_loaded_over_anything(tmp_path: Path) -> None:
     Script().run(tmp_path, 2)
     assert Script().train(4).run(tmp_path, 2, resume=tmp_path / "step=00000002.pt") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -26,6 +27,7 @@ class Extras:
     def __init__(self, items: Mapping[str, Any]) -> None:
         self._items, self._first = items, True
         self._good: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
         self._told: set[str] = set()
 
     def require(self) -> None:
@@ -55,6 +57,7 @@ class Extras:
         if self._first:
             self._first = False
             notes += self.settle(taken)
+        self._last = taken
         return taken, notes
 
     def settle(self, taken: dict[str, Any]) -> list[str]:
@@ -76,6 +79,11 @@ class Extras:
         if name not in self._told:
             log.warning("extra[%r] cannot be saved (%s): checkpoints have it as it was when it last could", name, why)
         self._told.add(name)
+        before = self._last.get(name)
+        if before is not self._good.get(name):  # not tried yet: no file was to hold it
+            with contextlib.suppress(Exception):
+                _pickle(before)
+                self._good[name] = before
         return self._good.get(name)
 
     def _copy(self, name: str) -> Any:

@@ -28,15 +28,23 @@ class OwnLoads:
         self._path: Path | None = None
         self._held: tuple[Mapping[str, int], list[Tensor]] = {}, []
 
-    def require_older(self, path: Path) -> None:
+    def require_older(self, path: Path, restarted: bool) -> None:
         """`path` was loaded.
 
+        Args:
+            restarted: nobody is there to change the script; a refusal would end the job.
+
         Raises:
-            ConfigError: what the script had loaded before is newer.
+            ConfigError: what the script had loaded before is newer, and somebody has just started the job.
         """
         now = _updates(self._state) | _epochs(self._state)
         for name, before in self._before.items():
-            if before > max(now[name], 1):  # one: torch.distributed.checkpoint makes an optimizer's state by an update
+            if before <= max(now[name], 1):  # 1: torch.distributed.checkpoint makes an optimizer's state by an update
+                continue
+            if restarted:
+                self._note(f"the script has loaded a newer checkpoint of its own before Session.open ({name}: {before}), "
+                           f"and trains on from {path}, where it is {now[name]}")  # fmt: skip
+            else:
                 raise ConfigError(
                     "state", f"{name}: {before}", f"nothing newer than {path}, where it is {now[name]}",
                     "The script has loaded a newer checkpoint of its own before Session.open. To train on from that "

@@ -200,7 +200,7 @@ class Run:
         self.state.as_set.tell(checkpoint[KEY].get("as_set"), self.engine.note, path if several and not named else None)
         self.fill(checkpoint, path)
         if not named:
-            self._own_loads.require_older(path)
+            self._own_loads.require_older(path, self.place.restarted)
 
     def fill(self, checkpoint: dict[str, Any], path: Path, shards: Callable[[], None] | None = None) -> None:
         """Take over the state of a checkpoint; where the loop comes to its place in the data, random state as well.
