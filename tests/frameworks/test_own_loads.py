@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_a_checkpoint_that_the_script_loads_over_a_resume_is_noted(
     for last, begins, noted in ((3, int, False), (4, None, True), (5, int, False)):
         caplog.clear()
         script = Script()
-        assert script.run(tmp_path, last, begins or (lambda script=script: script.load(own))) == last - 1
+        assert script.run(tmp_path, last, begins or partial(script.load, own)) == last - 1
         assert (WORDS in caplog.text) == noted, caplog.text
 
 

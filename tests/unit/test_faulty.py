@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,14 +40,15 @@ def in_place(net: nn.Sequential) -> nn.Module:
 def wrapped(net: nn.Sequential) -> nn.Module:
     """Each block by `torch.compile`."""
     for index, block in enumerate(net):
-        net[index] = torch.compile(block, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(block, backend="eager", fullgraph=True)
+        net[index] = compiled
     return net
 
 
 def as_one(net: nn.Sequential) -> nn.Module:
     """The whole model."""
-    compiled: nn.Module = torch.compile(net, backend="eager", fullgraph=True)
-    return compiled
+    compiled: Any = torch.compile(net, backend="eager", fullgraph=True)
+    return cast("nn.Module", compiled)
 
 
 @pytest.mark.parametrize("compiled", [in_place, wrapped, as_one])
@@ -80,7 +82,7 @@ def test_a_scheduler_finds_the_step_that_it_has_wrapped() -> None:
     schedule = StepLR(optimizer, 1)
     with ExitStack() as undo, warnings.catch_warnings():
         warnings.simplefilter("error")
-        hook_optimizer(undo, optimizer, FaultKit([]), lambda: 0)
+        hook_optimizer(undo, optimizer, FaultKit(()), lambda: 0)
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         schedule.step()

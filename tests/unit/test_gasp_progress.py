@@ -102,7 +102,7 @@ def test_auto_learns_slow_steps() -> None:
 
 
 @pytest.mark.parametrize("phase", ["data", "validation", "save", "between"])
-def test_auto_waits_longer_outside_of_a_step(phase: str) -> None:
+def test_auto_waits_longer_outside_of_a_step(phase: Phase) -> None:
     job = Watched(1, phase=phase)
     job.train()
     assert job.progress.allowed(0) == OUTSIDE_FLOOR
