@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
+from lastgasp import adapter
 from lastgasp.checkpoint import verify
 from lastgasp.errors import ConfigError
 from lastgasp.testing.faults import InjectedFault
@@ -284,7 +285,7 @@ def test_the_time_of_earlier_attempts_counts(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as later:
         passed = chain([0.0], repeat(1000.0))
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(passed))
-        later.setattr(state, "adapter", SimpleNamespace(**vars(state.adapter) | {"clock": clock}))
+        later.setattr(state, "adapter", SimpleNamespace(**vars(adapter) | {"clock": clock}))
         with pytest.raises(InjectedFault):
             trainer(tmp_path, LastGasp(), Breaks(5)).train()
     new_process()

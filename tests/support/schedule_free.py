@@ -31,7 +31,7 @@ class Averages(torch.optim.Optimizer):
         self._swap(False)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Of the weights, and of their average."""
         loss = None
         if closure is not None:
