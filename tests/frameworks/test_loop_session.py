@@ -131,7 +131,7 @@ def test_a_restart_on_a_full_disk_resumes_and_saves_once_there_is_room(
                 path.unlink(missing_ok=True)
             step(session, state)
         assert [one.step for one in candidates([tmp_path / "ck"], LAYOUT)] == [3, 1]
-        assert "step=00000002.pt could not be written" in caplog.text
+        assert "the checkpoint of step 2 could not be written" in caplog.text
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 

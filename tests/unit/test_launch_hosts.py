@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -34,7 +35,7 @@ from lastgasp.launch import forward, torchrun_hook
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.lastword import LastWord, last_word
-from lastgasp.launch.lost import lost_rendezvous
+from lastgasp.launch.lost import lost_rendezvous, spare, tell_success
 from lastgasp.launch.missing import Waiting, is_alone
 from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.stores import guard_connections, own_address
@@ -311,3 +312,16 @@ def test_a_host_without_a_boot_id_is_known_by_its_name(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "read_text", gone)
     assert topology.host_identity() == f"{socket.gethostname()}:{whole.partition(':')[2]}"
+
+
+@pytest.mark.parametrize(("ended", "code"), [("well", 0), ("not well", 1), ("with its store", 1)])
+def test_a_spare_ends_with_0_where_the_job_has_ended_well(
+    ended: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = SimpleNamespace(_store=dist.HashStore())
+    if ended == "well":
+        tell_success(handler)
+    if ended == "with its store":
+        handler = SimpleNamespace()
+    assert spare(handler).code == code
+    assert ("not well" in capsys.readouterr().err) == (code != 0)

@@ -39,7 +39,7 @@ from lastgasp.launch.growth import MISSING, CodeFile, Newcomer, joins
 from lastgasp.launch.guest import Guest, invited
 from lastgasp.launch.in_place import GivenUp, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
-from lastgasp.launch.lost import CLOSED, SPARE, line, lost_rendezvous
+from lastgasp.launch.lost import CLOSED, line, lost_rendezvous, spare, tell_success
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections
@@ -386,8 +386,8 @@ class GaspAgent(LocalElasticAgent):
         try:
             result: RunResult | None = super().run(role)
             if result is not None and result.state is WorkerState.SUCCEEDED:
-                self._mark = ""  # processes left by a successful job are intentional
-                ending = "done"
+                self._mark, ending = "", "done"  # processes left by a successful job are intentional
+                tell_success(self._worker_group.spec.rdzv_handler)
         except SignalException:
             if not self._ended_well():
                 raise
@@ -416,8 +416,7 @@ class GaspAgent(LocalElasticAgent):
             write_error(f"lastgasp: {self._restarts.verdict}")
             raise SystemExit(self._restarts.exit_code)
         if result is None and self._is_ours():
-            write_error(f"lastgasp: {SPARE}")
-            raise SystemExit(0)
+            raise spare(self._worker_group.spec.rdzv_handler)
         return result  # type: ignore[return-value]  # torch's own of a spare is None, too
 
     def _without_rendezvous(self, error: Exception, used: bool) -> BaseException:

@@ -39,11 +39,11 @@ class OwnLoads:
         """
         now = _updates(self._state) | _epochs(self._state)
         for name, before in self._before.items():
-            if before <= max(now[name], 1):  # 1: torch.distributed.checkpoint makes an optimizer's state by an update
+            if before <= max(now[name], 1):  # 1: an update by which torch makes an optimizer's state
                 continue
             if restarted:
-                self._note(f"the script has loaded a newer checkpoint of its own before Session.open ({name}: {before}), "
-                           f"and trains on from {path}, where it is {now[name]}")  # fmt: skip
+                self._note(f"the script has loaded a newer checkpoint of its own before Session.open ({name}: {before})"
+                           f", and trains on from {path}, where it is {now[name]}")  # fmt: skip
             else:
                 raise ConfigError(
                     "state", f"{name}: {before}", f"nothing newer than {path}, where it is {now[name]}",
