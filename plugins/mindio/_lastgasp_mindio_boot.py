@@ -24,7 +24,7 @@ class _Finder:
         from importlib.util import find_spec
 
         plugin = find_spec("lastgasp_mindio")  # in an editable installation it lies elsewhere than this file
-        if plugin is None:
+        if plugin is None or plugin.submodule_search_locations is None:
             return None
         places = [os.path.join(place, "dropin") for place in plugin.submodule_search_locations]
         return PathFinder.find_spec(name, places)

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -318,7 +318,7 @@ def test_a_host_without_a_boot_id_is_known_by_its_name(monkeypatch: pytest.Monke
 def test_a_spare_ends_with_0_where_the_job_has_ended_well(
     ended: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    handler = SimpleNamespace(_store=dist.HashStore())
+    handler = SimpleNamespace(_store=HashStore())
     if ended == "well":
         tell_success(handler)
     if ended == "with its store":
