@@ -41,8 +41,7 @@ for one in both:
     one.start()
 for one in both:
     one.join()
-if sys.argv[1] == "trained":
-    signin.sign(signin.Entry(rank=0, pid=os.getpid(), hold=1.0, directory="", left=True))
+signin.sign(signin.Entry(rank=0, pid=os.getpid(), hold=1.0, directory="", left=True))
 options = dist.BroadcastOptions()
 options.rootRank = 1
 sys.setswitchinterval(10)  # a script that ends within its interval
@@ -54,15 +53,12 @@ while time.perf_counter() < until:
 """
 
 
-@pytest.mark.parametrize(("script", "code"), [("alone", -6), ("trained", 0)])
-def test_a_thread_of_gloos_that_waits_for_the_gil_does_not_abort_a_training_that_has_ended(
-    script: str, code: int
-) -> None:
-    """Once torch does not abort by itself (`alone`), what is done about it can go."""
+def test_a_thread_of_gloos_that_waits_for_the_gil_does_not_abort_a_training_that_has_ended() -> None:
+    """Without the line that signs the process aborts (torch 2.13), nearly always."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LASTGASP_")}
-    command = [sys.executable, "-c", LAST_COLLECTIVE, script]
+    command = [sys.executable, "-c", LAST_COLLECTIVE]
     ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=120, text=True)
-    assert ended.returncode == code, ended.stderr
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("stuck", [False, True])
