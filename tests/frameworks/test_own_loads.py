@@ -14,6 +14,7 @@ from torch import nn
 from frameworks.loop_rig import NewProcesses, in_process
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch import Session, TorchState
+from lastgasp.pytorch.loop.own_loads import OwnLoads
 
 WORDS = "were replaced between the resume"
 
@@ -118,3 +119,12 @@ def test_without_a_resume_the_script_may_load_what_it_likes(
     script = Script()
     assert script.run(tmp_path, 1, lambda: script.load(own)) == 0
     assert WORDS not in caplog.text
+
+
+def test_a_model_that_was_moved_to_another_device_is_not_compared() -> None:
+    script, notes = Script().train(1), list[str]()
+    loads = OwnLoads(script.state, notes.append)
+    loads.resumed(Path("gasp.pt"))
+    script.optimizer.param_groups[0]["params"] = [*script.net.to("meta").parameters()]
+    loads.opens()
+    assert notes == []

@@ -64,7 +64,7 @@ class OwnLoads:
         path, self._path, (updates, values) = self._path, None, self._held
         self._held = {}, []
         found = _some_values(self._state)
-        same = len(values) != len(found) or all(map(torch.equal, values, found))
+        same = len(values) != len(found) or _same(values, found)
         if not same or updates != _updates(self._state):
             self._note(f"parameters or optimizer states were replaced between the resume from {path} and the first "
                        "update: by a checkpoint that the script loads itself? The position in the data, schedules and "
@@ -94,6 +94,13 @@ def _number(value: object) -> int:
     return 0
 
 
+def _same(values: list[Tensor], found: list[Tensor]) -> bool:
+    try:
+        return all(map(torch.equal, values, found))
+    except RuntimeError:  # the script has moved its model to another device
+        return True
+
+
 def _some_values(state: TorchState) -> list[Tensor]:
     if state.engine is not None:
         return []
@@ -101,4 +108,3 @@ def _some_values(state: TorchState) -> list[Tensor]:
         return some_values(state.optimizers.values())
     except RuntimeError:  # a device that cannot be read
         return []
-
