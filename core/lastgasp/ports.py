@@ -240,13 +240,14 @@ class GoesOnWithFewer(Protocol):
             NotSaveable: as `resize`.
         """
 
-    def resize(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
+    def resize(self, incarnation: int, step: int, members: tuple[int, ...], gives: bool) -> None:
         """Keep `step`, which all of `members` begin with; the training function is then entered again.
 
         Args:
             incarnation: the number of the recovery, greater than that of any before.
             members: ranks, by the numbers so far, in the order of the new ones; -1 for a new process, which takes the
                 step from one that is there.
+            gives: this rank is one that gives its step to a new process.
 
         Raises:
             NotSaveable: it cannot; nothing has changed, and a dump can follow.

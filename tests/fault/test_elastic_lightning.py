@@ -9,10 +9,11 @@ import torch
 
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support import again_faults, logged
+from support import again_faults
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.mindio_scaling import check_logs
 from support.samples import check_samples, entered, used
 from support.train_elastic import GATES
 
@@ -51,11 +52,6 @@ def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
     (directory / f"go-{step}").touch()
 
 
-def checkpoints(directory: Path) -> list[str]:
-    """What ModelCheckpoint has left."""
-    return sorted(path.name for path in directory.glob("logs/**/*.ckpt"))
-
-
 def check_same(directory: Path, undisturbed: Path, told: bool = True) -> None:
     """Weights to the bit, samples, and each step in the log once, with the same numbers.
 
@@ -66,13 +62,7 @@ def check_same(directory: Path, undisturbed: Path, told: bool = True) -> None:
         check_samples(directory, undisturbed)
     assert used(directory)[STEPS][2] == used(undisturbed)[STEPS][2]
     assert differences(undisturbed / "final.pt", directory / "final.pt") == []
-    assert logged.versions(directory / "logs") == ["version_0"]
-    assert checkpoints(directory) == checkpoints(undisturbed) != []
-    ours, theirs = logged.rows(directory / "logs/table"), logged.rows(undisturbed / "logs/table")
-    assert [sorted(row) for row in ours] == [sorted(row) for row in theirs]
-    for one, other in zip(ours, theirs, strict=True):
-        for name, value in one.items():
-            assert float(value) == pytest.approx(float(other[name]), rel=1e-5), (name, one, other)
+    check_logs(directory, undisturbed)
 
 
 def test_fit_goes_on_with_fewer_ranks(tmp_path: Path, undisturbed: Path) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lastgasp.pytorch import ElasticLoader
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp_lightning import again
 from lastgasp_lightning.kept import KeptTrainer
@@ -220,6 +221,16 @@ def test_the_default_is_that_of_device_and_groups(
     monkeypatch.setenv("LASTGASP_LAUNCHER", launcher)
     trainer = trainer_of(tmp_path, strategy=strategy, devices=1 if strategy == "auto" else 2)
     assert again.recovery_for(trainer, asked) == found
+
+
+def test_mindio_is_told_of_fewer_ranks_unless_the_loader_is_known_to_be_another(tmp_path: Path) -> None:
+    """A module and a datamodule give theirs when MindIO has been told."""
+    ddp, alone = trainer_of(tmp_path, devices=2, strategy="ddp"), trainer_of(tmp_path)
+    samples = TensorDataset(torch.ones(8, 1))
+    elastic = ElasticLoader(samples, torch.nn.Linear(1, 1), batch_size=2, ranks=2, seed=1)
+    assert again.may_have_fewer(ddp) and again.may_have_fewer(ddp, elastic)
+    assert again.may_have_fewer(ddp, datamodule=LightningDataModule())
+    assert not again.may_have_fewer(ddp, DataLoader(samples)) and not again.may_have_fewer(alone)
 
 
 def test_a_config_that_was_saved_is_not_saved_by_a_new_process() -> None:

@@ -58,6 +58,13 @@ class Here:
         """What saves it."""
         return SimpleNamespace(rank=1, present=None, memory=memory)
 
+    def without_others(self, *refusals: str) -> Led:
+        """A training of which the ranks have said so whether it may go on with fewer."""
+        self.life.session.gather = lambda tag, own: [own, *(one.encode() for one in refusals)]
+        one = made(self)
+        one.agree_on_fewer("")
+        return one
+
 
 def made(here: Here) -> Led:
     """Of a job on one host."""
@@ -131,10 +138,10 @@ def agreeing(here: Here, why: str = "") -> list[Any]:
 
 def test_who_goes_on_without_others_keeps_the_step_and_agrees_with_the_controller() -> None:
     here = Here()
-    said, one = agreeing(here), made(here)
-    one.resize(2, 8, (0, 1, 3))
+    said, one = agreeing(here), here.without_others("")
+    one.resize(2, 8, (0, 1, 3), False)
     assert said == [Resize(incarnation=2, step=8, members=(0, 1, 3))]
-    assert one._memory is not None and one._memory.step == 8 and len(here.bound) == 1
+    assert one._memory is not None and (one._memory.step, one._memory.values) == (8, b"") and len(here.bound) == 1
     assert one.clean(False) == 1  # no second repair before a new step
 
 
@@ -148,11 +155,10 @@ def test_who_goes_on_without_others_keeps_the_step_and_agrees_with_the_controlle
 def test_who_cannot_go_on_without_others_refuses(trouble: str, why: str) -> None:
     here = Here()
     agreeing(here, why if trouble == "controller" else "")
-    one = made(here)
-    one.no_fewer = led.NOT_FEWER if trouble == "loader" else ""
+    one = here.without_others(led.NOT_FEWER if trouble == "loader" else "")
     here.why, here.life.alike = "no room" if trouble == "room" else "", trouble != "differ"
     with pytest.raises(NotSaveable, match=why):
-        one.resize(2, 9 if trouble == "step" else 8, (0, 1, 3))
+        one.resize(2, 9 if trouble == "step" else 8, (0, 1, 3), False)
 
 
 def test_all_ranks_know_why_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +177,19 @@ def test_ranks_that_cannot_be_asked_are_not_led() -> None:
     session: Any = SimpleNamespace(gather=gather)
     why = "the ranks could not be asked: rank 1 is gone"
     assert meet(session, "", "") == ((), why, why)
+    here = Here()
+    here.life.session.gather = gather
+    one = made(here)
+    one.agree_on_fewer("")
+    assert one.no_fewer == why
+
+
+def test_nobody_is_left_out_before_all_have_said_that_they_can_do_its_part() -> None:
+    here = Here()
+    agreeing(here)
+    with pytest.raises(NotSaveable, match="ElasticLoader"):
+        made(here).resize(2, 8, (0, 1, 3), False)
+    assert here.without_others("", "no").no_fewer == "no"
 
 
 def test_without_a_place_to_meet_no_new_process_is_waited_for() -> None:
@@ -206,13 +225,13 @@ def test_who_goes_on_agrees_where_all_meet_and_only_before_a_new_step(monkeypatc
 
 def test_who_takes_in_others_agrees_where_all_meet_before_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     here, place = Here(), Place()
-    said, one = agreeing(here), made(here)
-    one.no_fewer = ""
+    said, one = agreeing(here), here.without_others("")
     with pytest.raises(NotSaveable, match="before its process group"):
         one.takes_in((1,))
     monkeypatch.setattr(joining, "meeting", lambda: place)
     one.takes_in((1,))
-    one.resize(2, 8, (0, -1, 1))
+    one.resize(2, 8, (0, -1, 1), True)
+    assert one._memory is not None and one._memory.values == b"values"
     assert place.said == [(1,), "grows", "look"]
     assert said == [Resize(incarnation=2, step=8, members=(0, -1, 1))]
     with pytest.raises(NotSaveable, match="no step was completed"):

@@ -59,15 +59,15 @@ class Training:
     def takes_in(self, ranks: tuple[int, ...]) -> None:
         self.calls.append(ranks)
 
-    def resize(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
-        self.calls.append((incarnation, step, members))
+    def resize(self, incarnation: int, step: int, members: tuple[int, ...], gives: bool) -> None:
+        self.calls.append((incarnation, step, members, gives))
 
     def shrunk(self) -> Handlers:
         """Rank 1 is missing, and this rank has joined the controller as number 1."""
         self.parking.stopped()
         self.handlers.zit_downgrade_rebuild([0, 2, 3], [0, 2, 3], None, DOWN)
         self.handlers.renumber(Place(rank=1, world_size=3, replicas=data_parallel(3)))
-        assert self.calls == [(1, 8, (0, 2, 3))]
+        assert self.calls == [(1, 8, (0, 2, 3), False)]
         self.parking.stopped()
         self.status.step, self.calls = 9, []
         return self.handlers
@@ -80,7 +80,7 @@ def test_in_and_out_again(tmp_path: Path) -> None:
     handlers.zit_upgrade_rebuild([1], None, UP)
     handlers.zit_upgrade_repair(9, False, [1], GIVES, None, UP)
     handlers.zit_upgrade_rollback(9, None, UP)
-    assert one.calls == [(1,), (2, 9, (0, -1, 1, 2))]
+    assert one.calls == [(1,), (2, 9, (0, -1, 1, 2), True)]
     assert one.parking._repaired == Repaired(2, 9, 2, (1,), (1,), (0, -1, 1, 2))
     handlers.renumber(one.place)
     one.parking.stopped()

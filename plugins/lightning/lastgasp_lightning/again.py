@@ -27,6 +27,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed import distributed_c10d
+from torch.utils.data import DataLoader
 
 from lastgasp.adapter import Place, choose_backend, launched, recovery_here
 from lastgasp.adapter.again import (
@@ -99,7 +100,8 @@ def watch_fits(asked: Recovery | None) -> None:
             return original(self, *args, **kwargs)
 
         first, auto = not dist.is_initialized(), all(one.recovery == "auto" for one in wanted)
-        return enter(entered, "", first=first, joins=first and auto)
+        fewer = may_have_fewer(self, *args[1:2], **kwargs)
+        return enter(entered, "", first=first, joins=first and auto, fewer=fewer)
 
     fit._lastgasp = True  # type: ignore[attr-defined]
     Trainer._fit_impl = fit  # type: ignore[method-assign]
@@ -115,6 +117,11 @@ def recovery_for(trainer: Any, asked: Recovery | None) -> Recovery:
     if asked is not None or not (type(strategy) is DDPStrategy or is_sharded_by(strategy)):
         return asked or "restart"
     return recovery_here(None, strategy.root_device.type, strategy._get_process_group_backend())
+
+
+def may_have_fewer(trainer: Any, train_dataloaders: Any = None, **others: Any) -> bool:
+    """Whether a fit of this trainer may turn out to have an `ElasticLoader`, as far as its arguments tell."""
+    return type(trainer.strategy) is DDPStrategy and not isinstance(train_dataloaders, DataLoader)
 
 
 def _done_before(callbacks: list[Any]) -> None:
@@ -249,13 +256,6 @@ class LightningAgain(AgainHere):
         if loader is not None and enters and self.run.place.rank == 0:
             self.run.session.note(loader.told)
 
-    def keep(self, again: Again) -> None:
-        """As in the base; who logs may be another rank from now on."""
-        super().keep(again)
-        rank = self.run.place.rank
-        if again.members and again.numbers.get(rank) != rank:
-            leave(self.run.trainer.loggers)
-
     def renumbered(self, checkpoint: dict[str, Any], again: Again) -> dict[str, Any]:
         """As in the base; with what no rank has any more of what each has had alone."""
         if again.members:
@@ -268,9 +268,9 @@ class LightningAgain(AgainHere):
                 "accumulators": [*map(accumulators_of, gone.values())],
             }
             record["results_rank"] = again.numbers.get(record["results_rank"], NEW)
-            missing = [rank for rank in again.lost if again.rung == "shrink" and rank not in gone]
-            if missing and any(map(is_summed, record["results"])):
-                self.run.session.note(LOST.format(", ".join(map(str, missing))))
+            left = again.rung == "shrink" and set(range(record["world_size"])).difference(again.members, gone)
+            if left and any(map(is_summed, record["results"])):
+                self.run.session.note(LOST.format(", ".join(map(str, sorted(left)))))
         return super().renumbered(checkpoint, again)
 
     def changed(self) -> str:
@@ -352,8 +352,11 @@ class LightningAgain(AgainHere):
         averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
         return bytes_of([trainer.lightning_module, *(one for one in averages if one is not None)], trainer.optimizers)
 
-    def let_go(self) -> list[Any]:
-        """Leave the wrapper of Lightning's strategy."""
+    def let_go(self, again: Again) -> list[Any]:
+        """Leave the wrapper of Lightning's strategy, and the loggers' files where another rank may log from now on."""
+        rank = self.run.place.rank
+        if again.members and again.numbers.get(rank) != rank:
+            leave(self.run.trainer.loggers)
         strategy = self.run.trainer.strategy
         wrapped, strategy.model = strategy.model, strategy.lightning_module
         return [wrapped] if wrapped is not strategy.model else []

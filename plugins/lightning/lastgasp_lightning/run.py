@@ -243,6 +243,7 @@ class LightningRun(Training):
         life.bind(self)
         self.elastic.mark(step)
         self.session.status.elastic = self._again_here.elastic()
+        self._again_here.agree_on_fewer()
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if reason := self.state.position.inexact:
             workers = "a resume restores the order of the samples, not random numbers drawn in DataLoader workers"

@@ -63,6 +63,7 @@ class AgainHere:
         self.run, self._make, self._writer, self._held = run, make, writer, held
         self._memory: Memory | None = None
         self._source: FromMemory | None = None
+        self._orders: Led | None = None
         self._bytes = 0
         entry, status = run.entry, run.life.session.status
         if run.life.session.backend.backend != "embedded":
@@ -77,18 +78,23 @@ class AgainHere:
     def _led(self) -> None:
         """Another backend leads: let it order that the training is entered again, where that can be on all ranks."""
         run, life = self.run, self.run.life
-        if run.place.world_size == 1:
-            return
+        if run.place.world_size == 1 and self._held is None:
+            return  # else all others are missing, and may come back
         if self._held is not None and self._held.again.lost:
             dist.barrier()  # a new process has joined the controller before it is asked with the others
         peers, life.source.not_in_place, life.source.no_recover = meet(
-            life.session, self._cannot_be_led(), self._cannot_recover(), "" if self.elastic() else NOT_FEWER
+            life.session, self._cannot_be_led(), self._cannot_recover()
         )
         if life.source.not_in_place:
             return
-        led = Led(self, peers)
+        self._orders = led = Led(self, peers)
         life.source.in_place, life.before_again, life.stays = led, led.keep, True
         run.entry.objects, self._bytes = run.entry.objects or self.objects(), -1
+
+    def agree_on_fewer(self) -> None:
+        """It is known what the training takes its data from. All ranks call it together."""
+        if self._orders is not None:
+            self._orders.agree_on_fewer("" if self.elastic() else NOT_FEWER)
 
     def _cannot_be_led(self) -> str:
         entry, recovery = self.run.entry, self.run.recovery
@@ -129,8 +135,8 @@ class AgainHere:
         """How a rank that has left its process group reaches the controller."""
         raise NotImplementedError
 
-    def let_go(self) -> list[Any]:
-        """Leave the DDP wrappers, which must be gone before new ones are made."""
+    def let_go(self, again: Again) -> list[Any]:
+        """Leave what belongs to this entry alone: the DDP wrappers, which must be gone before new ones are made."""
         raise NotImplementedError
 
     def state(self) -> Any:
@@ -236,7 +242,7 @@ class AgainHere:
             run.fit,
             enters,
             None,
-            self.let_go(),
+            self.let_go(again),
             self.state(),
             users_handler=run.users_handler,
             between=between,
@@ -283,6 +289,10 @@ class LoopAgain(AgainHere):
         entry = self.run.entry
         found = entry.objects if entry is not None and entry.sessions == 1 else None
         return found if isinstance(found, KeptObjects) else None
+
+    def _led(self) -> None:
+        super()._led()
+        self.agree_on_fewer()
 
     def fill(self) -> bool:
         """Fill the run's state from memory; False where it is to begin with files. All ranks call it together."""
@@ -331,7 +341,7 @@ class LoopAgain(AgainHere):
         """Its launcher's controller."""
         return connect(place)
 
-    def let_go(self) -> list[Any]:
+    def let_go(self, again: Again) -> list[Any]:
         """The function makes its wrappers itself, and drops them."""
         return [ddp for model in self.run.state.models.values() if (ddp := ddp_of(model)) is not None]
 

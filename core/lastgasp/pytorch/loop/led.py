@@ -28,7 +28,7 @@ from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.memory import FromMemory, Held, HeldTraining, Memory
 from lastgasp.pytorch.loop.record import KEY
-from lastgasp.pytorch.loop.renumber import numbered, place_after, renumbered
+from lastgasp.pytorch.loop.renumber import numbered, place_after
 from lastgasp.session import Session
 from lastgasp.topology import Place, host_identity
 
@@ -52,7 +52,6 @@ class Peer(msgspec.Struct, frozen=True):
 
     Attributes:
         no_recover: why no new process could take a lost rank's place; empty where one could.
-        no_fewer: why it could not go on without a lost rank; empty where it could.
     """
 
     host: str
@@ -60,18 +59,15 @@ class Peer(msgspec.Struct, frozen=True):
     ends: tuple[str, ...]
     why: str
     no_recover: str
-    no_fewer: str = NOT_FEWER
 
 
-def meet(
-    session: Session, why: str, no_recover: str, no_fewer: str = NOT_FEWER
-) -> tuple[tuple[Peer, ...], str, str]:
+def meet(session: Session, why: str, no_recover: str) -> tuple[tuple[Peer, ...], str, str]:
     """All ranks, and why some cannot go on in place; the same on each, which call it together once groups are made.
 
     Args:
-        why, no_recover, no_fewer: of this rank, as in `Peer`; `why` and `no_recover` of any rank are returned.
+        why, no_recover: of this rank, as in `Peer`; those of any rank are returned.
     """
-    own = Peer(host_identity(), os.getpid(), outside(), why, no_recover, no_fewer)
+    own = Peer(host_identity(), os.getpid(), outside(), why, no_recover)
     try:
         parts = session.gather("led", msgspec.json.encode(own))
     except (ControlError, DeadlineExceeded) as error:
@@ -215,7 +211,20 @@ class Led(Orders):
         super().__init__(here.run.life, peers)
         self._here, self._run = here, here.run
         self._memory: Memory | None = None
-        self.no_fewer = next((peer.no_fewer for peer in peers if peer.no_fewer), "")
+        self.no_fewer = NOT_FEWER
+
+    def agree_on_fewer(self, why: str) -> None:
+        """The training's data are known: can it go on without a lost rank? All ranks call it together.
+
+        Args:
+            why: why it could not, as far as this rank knows; empty where it could.
+        """
+        try:
+            parts = self.life.session.gather("led-fewer", why.encode())
+        except (ControlError, DeadlineExceeded) as error:
+            self.no_fewer = f"the ranks could not be asked: {error}"
+            return
+        self.no_fewer = next((part.decode() for part in parts if part), "")
 
     def cannot_now(self) -> str:
         """As in the base."""
@@ -257,13 +266,14 @@ class Led(Orders):
         differ = "the ranks were found to hold different states: none can do a missing one's part, or give it its own"
         return "" if self.life.alike else differ
 
-    def resize(self, incarnation: int, step: int, members: tuple[int, ...]) -> None:
+    def resize(self, incarnation: int, step: int, members: tuple[int, ...], gives: bool) -> None:
         """As in `ports.GoesOnWithFewer`: nothing but memory changes before the training thread goes on (`keep`)."""
         if why := self._cannot_resize():
             raise NotSaveable(why)
         place = joining.meeting() if NEW in members else None
         if place is not None:
             place.look()
+        self.gives = gives
         self.roll_back(step)
         said = Resize(incarnation=incarnation, step=step, members=members)
         if why := self.life.session.agree(said, CONSULT):
@@ -281,7 +291,7 @@ class Led(Orders):
         place = place_after(run.place, again)
         run.life.joins_again(place)
         checkpoint = {**memory.checkpoint, KEY: dict(memory.checkpoint[KEY])}  # a dump may be writing it
-        self._memory = replace(memory, checkpoint=renumbered(checkpoint, again))
+        self._memory = replace(memory, checkpoint=self._here.renumbered(checkpoint, again))
         run.life.bind(HeldTraining(FromMemory(memory.step, self._here.source_of(self._memory, place))))
         if NEW in again.members:  # they join later; of the others the controller knows that they hold the same step
             return
@@ -296,7 +306,7 @@ class Led(Orders):
             self._join_resized(again)
         found = numbered(self.agreed(again), run.place.rank)
         run.life.alike_before = run.life.alike
-        held = Held(found, self._memory, run.fit, life=run.life, wrapped=here.let_go(), state=here.state())
+        held = Held(found, self._memory, run.fit, life=run.life, wrapped=here.let_go(again), state=here.state())
         held.users_handler = run.users_handler
         run.entry.keep(held)
 

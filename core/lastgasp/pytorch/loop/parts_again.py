@@ -72,7 +72,7 @@ class PartsAgain(AgainHere):
                 memory,
                 run.fit,
                 rejoin=partial(rejoin, join, place_after(run.place, again), (again.step, durable), source, known),
-                wrapped=self.let_go(),
+                wrapped=self.let_go(again),
                 state=self.state(),
                 users_handler=run.users_handler,
                 between=between,

@@ -289,7 +289,7 @@ class Handlers:
 
     def _resize(self, in_place: GoesOnWithFewer, step: int, members: tuple[int, ...]) -> None:
         self._outside(step)
-        in_place.resize(self.parking.number + 1, step, members)
+        in_place.resize(self.parking.number + 1, step, members, self.parking.gives)
         self.status.begun = step
         self.parking.resized(step, members)
 

@@ -83,10 +83,14 @@ class Parking:
         """Whether this rank takes the state of another one."""
         return self._rank in self._takers
 
+    @property
+    def gives(self) -> bool:
+        """Whether this rank's state goes to another one."""
+        return self._source == self._rank
+
     def stands_for(self, first: int) -> bool:
         """Whether this rank writes the shard whose first holder is `first`: it is that one, or gives it its state."""
-        gives = self._source == self._rank
-        return (first == self._rank and not self.takes) or (gives and first in self._takers)
+        return (first == self._rank and not self.takes) or (self.gives and first in self._takers)
 
     def rolled_back(self, step: int) -> None:
         """`rollback` has been carried out: the training thread goes on as soon as MindIO lets it."""
