@@ -1,5 +1,8 @@
 """What trust costs: a verified durable save, and verification before a load, against torch alone.
 
+A restart has to know that a checkpoint is good on all ranks before any of them trains on it. In one pass a rank
+verifies what it unpickles (`OnePass`); in two, as before, the file is read for its digests first, and loaded then.
+
 The variants of one comparison take turns within each round, in changing order, so that a drifting disk hits
 all of them; ratios are taken within a round. `cold` drops the file from the page cache before each run.
 """
@@ -14,13 +17,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Measure, Options, drop_cache, interleave, paired, timed, warm_cache
-from lastgasp.checkpoint import Provenance, SingleFile, Staged, verify
+from lastgasp.checkpoint import Provenance, SingleFile, Staged, candidates, verify
+from lastgasp.checkpoint.manifest import Fit
 from lastgasp.pytorch.io import load_verified, save_verified, without_crc32
+from lastgasp.pytorch.one_pass import OnePass
 
 LAYOUT = SingleFile()
 GIGABYTES, ROUNDS = 1.0, 9
 TORCH_SAVE, TORCH_SAVE_NO_CRC, OUR_SAVE = "torch.save + fsync", "torch.save without CRC + fsync", "verified save"
 TORCH_LOAD, OUR_LOAD, VERIFY = "torch.load", "verify + load", "verify alone"
+ONE_PASS, TWO_PASSES = "in one pass", "in two passes, as before"
 
 
 def measure(options: Options) -> list[Measure]:
@@ -37,6 +43,10 @@ def measure(options: Options) -> list[Measure]:
         title = f"load {size:g} GB, {temperature}"
         measures += _measures(title, loads)
         measures.append(paired(f"{title}: verify + load / load", loads, OUR_LOAD, TORCH_LOAD, 1.3))
+        restarts = bench_restart(path, rounds, cold=temperature == "cold")
+        title = f"restart with {size:g} GB, {temperature}"
+        measures += _measures(title, restarts)
+        measures.append(paired(f"{title}: one pass / two", restarts, ONE_PASS, TWO_PASSES, 1.0))
     return measures
 
 
@@ -96,4 +106,21 @@ def bench_load(path: Path, rounds: int, cold: bool) -> dict[str, list[float]]:
         VERIFY: partial(verify, layout=LAYOUT),
     }
     variants = {name: partial(timed, partial(load, path)) for name, load in loads.items()}
+    return interleave(variants, rounds, partial(drop_cache if cold else warm_cache, path))
+
+
+def bench_restart(path: Path, rounds: int, cold: bool) -> dict[str, list[float]]:
+    """Seconds until one rank knows that the file is good, and has loaded it."""
+    [candidate] = candidates([path.parent], LAYOUT)
+
+    def in_one_pass() -> object:
+        preload = OnePass(Fit(number=0))
+        assert preload.verdict(candidate, partial(verify, path, LAYOUT)).ok
+        return preload.take(path)
+
+    def in_two() -> object:
+        assert verify(path, LAYOUT).ok
+        return load_verified(path)
+
+    variants = {name: partial(timed, way) for name, way in ((ONE_PASS, in_one_pass), (TWO_PASSES, in_two))}
     return interleave(variants, rounds, partial(drop_cache if cold else warm_cache, path))

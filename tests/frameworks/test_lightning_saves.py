@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
+from lastgasp.checkpoint import chunks
+from lastgasp.pytorch import one_pass
 from lastgasp.pytorch.io import save_verified
 from support.schedule_free import Averages
 
@@ -160,3 +162,31 @@ def test_gradients_that_are_zeros_are_there_again(tmp_path: Path) -> None:
 
     expected, found = trained(tmp_path / "straight", None), trained(tmp_path / "struck", 9, None)
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_a_resume_reads_each_chunk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank verifies is what Lightning restores."""
+    job, check, read = Job(tmp_path), chunks._check, list[tuple[str, int]]()
+
+    def counted(chunk: chunks.Chunk, *rest: Any) -> Any:
+        read.append((chunk.path.name, chunk.index))
+        return check(chunk, *rest)
+
+    seed(1)
+    assert not fit(job.make(strike=7), Small())
+    job.restart()
+    monkeypatch.setattr(chunks, "_check", counted)
+    model = Small()
+    assert fit(job.make(), model) and model.trained[0] == 7
+    assert read == [("gasp-step=00000007.ckpt", 0)]
+
+
+def test_it_is_loaded_as_the_user_wants_it_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, parsed = Job(tmp_path), list[Path]()
+    seed(1)
+    assert not fit(job.make(strike=7), Small())
+    job.restart()
+    monkeypatch.setattr(one_pass.OnePass, "parse", lambda self, path, entry: parsed.append(path))
+    model = Small()
+    assert fit(job.make(), model, weights_only=True) and model.trained[0] == 7
+    assert not parsed

@@ -26,6 +26,7 @@ from lastgasp.pytorch.loop.record import buffers_of
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.ondemand import OnDemand
+from lastgasp.pytorch.one_pass import OnePass
 from lastgasp.pytorch.own_dtypes import give_dtypes_back, have_dtypes_of
 from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import (
@@ -82,6 +83,7 @@ __all__ = [
     "LoopMarks",
     "MovingParameters",
     "OnDemand",
+    "OnePass",
     "Open",
     "PassStart",
     "PrefetchedData",

@@ -19,7 +19,7 @@ from lastgasp.topology import host_identity
 from . import messages as m
 from .actions import Action, Kill, Remark, Send, WentOn
 from .admission import NotYet, WholeJobRefused, admit, is_newer, order_of
-from .again import Again, Offer
+from .again import Offer
 from .announced import Announced
 from .arenas import Arenas
 from .attempt import Attempt
@@ -32,8 +32,9 @@ from .incidents import Incidents
 from .keepers import Keepers
 from .ladder import Ladder
 from .operator import NOBODY
-from .peers import Peer, by_our_clock, keep_alive, plain, read_frame, read_out, terminate
+from .peers import Peer, by_our_clock, keep_alive, number_after, plain, read_frame, read_out, terminate
 from .process_monitor import ProcessMonitor
+from .read_ahead import ReadAhead
 from .records import RecordWriter
 from .service import Service
 from .tls import TlsFiles
@@ -78,6 +79,7 @@ class Controller:
         self._started_s = _clock.wall_ns() // 1_000_000_000
         self._service = Service(lambda: self.attempt, self._send, self._started_s)
         self._announced = Announced(self.records, token, self._started_s)
+        self._ahead = ReadAhead()
         self._replaced: set[int] = set()
         self._not_replaced: dict[int, str] = {}
 
@@ -108,6 +110,7 @@ class Controller:
         for rank in list(self._peers):
             self._drop(rank)
         self.arenas.clear()
+        self._ahead.stop()
         assert self._watch is not None
         self._watch.close()
         self.incidents.flush()
@@ -150,20 +153,10 @@ class Controller:
         elif self.attempt is not None:
             again = self.attempt.again
             if again is not None and again.members:
-                self._not_replaced |= dict.fromkeys(self._number_after(again, rank, pid), how)
+                self._not_replaced |= dict.fromkeys(number_after(self._peers, again, rank, pid), how)
             elif again is not None and (not pid or rank not in again.lost):
                 self._not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
             self._spawn(self._ended(self.attempt, rank, how))
-
-    def _number_after(self, again: Again, rank: int, pid: int) -> list[int]:
-        """What number a process has in the next incarnation, which some do not enter.
-
-        `rank` is its launcher's number, by which nobody can tell whether that has counted anew already.
-        """
-        before = next((number for number, peer in self._peers.items() if pid and peer.pid == pid), None)
-        if before is None:
-            return [rank]
-        return [] if before in again.lost else [again.members.index(before)]
 
     def _not_joining(self, exited: m.Exited) -> None:
         """Another launcher says that a rank's process has ended before it joined, or could not be made."""
@@ -417,6 +410,8 @@ class Controller:
                 self.keepers.ask(rank)
             if action.phase == "released" and self.attempt is not None:
                 self.keepers.agreed(self.attempt.agreed())
+                if path := self.attempt.machine.outcome.path:
+                    self._ahead.begin(path)
 
     def _send(self, rank: int, message: m.Message) -> bool:
         """Return False if the rank is not connected."""

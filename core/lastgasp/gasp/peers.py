@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +17,7 @@ from lastgasp import _clock
 
 from . import lifeline
 from . import messages as m
+from .again import Again
 from .ends import BROKE
 
 CLOSED = "its connection closed"
@@ -50,6 +51,17 @@ class Peer:
     def end(self) -> tuple[str, int]:
         """What shows that the rank is gone, and when that was seen."""
         return self.death or (f"{BROKE}: {self.silent}" if self.silent else CLOSED, _clock.wall_ns())
+
+
+def number_after(peers: Mapping[int, Peer], again: Again, rank: int, pid: int) -> list[int]:
+    """What number a process has in the next incarnation, which some do not enter.
+
+    `rank` is its launcher's number, by which nobody can tell whether that has counted anew already.
+    """
+    before = next((number for number, peer in peers.items() if pid and peer.pid == pid), None)
+    if before is None:
+        return [rank]
+    return [] if before in again.lost else [again.members.index(before)]
 
 
 def unread(writer: asyncio.StreamWriter) -> bool:

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, RankStatus
+from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, Preload, RankStatus
 from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile, Staged, has_manifest
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.state import KEY
@@ -23,6 +23,11 @@ log = logging.getLogger("lastgasp")
 
 LAYOUT, SHARDED = SingleFile(".ckpt"), DirectoryLayout("*.ckpt")
 """Of checkpoints that one rank writes, and of those that each rank writes a part of."""
+
+def _here(storage: Any, location: str) -> Any:
+    """Load to the CPU."""
+    return storage
+
 
 _Saver = tuple[str, int]
 """Of a ModelCheckpoint: its key, and 0 for its best ones, 1 for its last one."""
@@ -42,9 +47,13 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             left, stay although it removes them; None where it did.
         newest: of those that a resume may begin with (True), and of the others; what an earlier attempt left, once it
             is loaded.
+        installed: Lightning reads and writes by it, and not by the user's own.
+        preload: has loaded what was selected, while it was verified; None while nothing is selected.
     """
 
     failed: Path | None = None
+    installed = False
+    preload: Preload | None = None
     _apart = False  # a wrapper saves on a thread of its own: what failed is no longer the newest
 
     def __init__(
@@ -82,7 +91,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
                 type(original).__name__,
             )
             return ours
-        ours.callbacks = trainer.callbacks
+        ours.installed, ours.callbacks = True, trainer.callbacks
         ours._apart = owner is not trainer.strategy
         setattr(owner, name, ours)
         ours._restore = lambda: setattr(owner, name, original)
@@ -146,7 +155,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | Path,
-        map_location: Any = lambda storage, location: storage,
+        map_location: Any = _here,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Verify while loading if there is a manifest; otherwise load as Lightning does.
@@ -157,7 +166,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         if is_remote(path) or not has_manifest(target := named(Path(path).absolute()), LAYOUT):
             loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
             return loaded
-        found: dict[str, Any] = load_verified(target, LAYOUT, map_location=map_location, weights_only=weights_only)
+        plain = self.preload is not None and map_location is _here and weights_only is False
+        found: dict[str, Any] | None = self.preload.take(target) if self.preload is not None and plain else None
+        if found is None:
+            found = load_verified(target, LAYOUT, map_location=map_location, weights_only=weights_only)
         self.newest.setdefault(KEY in found, target.resolve())
         if isinstance(record := found.get(KEY), dict):
             with_added(record, target, LAYOUT)

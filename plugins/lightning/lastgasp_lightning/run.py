@@ -159,6 +159,7 @@ class LightningRun(Training):
         on_close(hold_observer(session))
         io = VerifiedCheckpointIO.install(trainer, self.config, self.writer, session.status)
         on_close(io.uninstall)
+        self.selector.io = io if io.installed and self.shards is None else None
         if self.shards is not None:
             from lastgasp_lightning.sharded_io import ShardedCheckpoints
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lastgasp.adapter import FITS, CheckpointSelector, GaspConfig, Gather, Place, SelectionPolicy, Undo
 from lastgasp.adapter.again import MEMORY, Memory, cloned
-from lastgasp.adapter.checkpoint import Candidate, Verdict, differences, has_ended, is_of_home, mark_ended, newest_good
-from lastgasp.adapter.torch import exception_origin
-from lastgasp_lightning.checkpoint_io import LAYOUT, SHARDED, is_remote, named, search_folders
+from lastgasp.adapter.checkpoint import (
+    Candidate,
+    Fit,
+    Verdict,
+    differences,
+    has_ended,
+    is_of_home,
+    mark_ended,
+    newest_good,
+)
+from lastgasp.adapter.torch import OnePass, exception_origin
+from lastgasp_lightning.checkpoint_io import (
+    LAYOUT,
+    SHARDED,
+    VerifiedCheckpointIO,
+    is_remote,
+    named,
+    search_folders,
+)
 from lastgasp_lightning.compat import replace_method
 from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.thisfit import ThisFit
@@ -101,6 +118,7 @@ class LightningSelector:
         left: begins with what ranks before have left in arenas, where it is newer than all files; says whether it did.
         entered: the same where the fit was entered again, with what ranks have held; has `present`.
         loading: the verified path that is being loaded; chosen: the last one that was.
+        io: is handed what was loaded while it was verified; None where Lightning shall read files itself.
     """
 
     def __init__(self, trainer: Any, config: GaspConfig, place: Place, gather: Gather, fit: ThisFit) -> None:
@@ -114,6 +132,7 @@ class LightningSelector:
         self.left: Callable[[Callable[[dict[str, Any]], None]], bool] | None = None
         self.entered: Callable[[Callable[[dict[str, Any]], None]], frozenset[str] | None] | None = None
         self.loading: Path | None = None
+        self.io: VerifiedCheckpointIO | None = None
         self.chosen: Candidate | None = None
         self._layout = SHARDED if is_sharded_by(trainer.strategy) else LAYOUT
 
@@ -130,6 +149,8 @@ class LightningSelector:
                     # Our own key holds more than tensors; Lightning's default would refuse it.
                     original(str(path), False if weights_only is None else weights_only)
 
+                if weights_only:  # the user does not trust what would be unpickled
+                    self.io = None
                 return None if self.load(load, checkpoint_path) else original(checkpoint_path, weights_only)
 
             return restore
@@ -183,14 +204,27 @@ class LightningSelector:
             finally:
                 self.loading = None
 
-        selected = selector.select()
-        found = selected is not None and not policy.is_given(selected)
-        if found:
-            selector.load(restore, selected)
+        with self._in_one_pass(policy, fit):
+            selected = selector.select()
+            found = selected is not None and not policy.is_given(selected)
+            if found:
+                selector.load(restore, selected)
         self.present = selector.present
         if found and self.same_run:
             self.loaded()
         return found
+
+    @contextlib.contextmanager
+    def _in_one_pass(self, policy: _Policy, fit: Fit) -> Iterator[None]:
+        """Within it, what is verified is loaded as well, and handed to Lightning once it was selected."""
+        if self.io is None:
+            yield
+            return
+        policy.preload = self.io.preload = OnePass(fit)
+        try:
+            yield
+        finally:
+            self.io.preload = None
 
     def _load_memory(self, memory: Memory, load: Callable[[Path], None]) -> None:
         self._load_held(lambda: cloned(memory.checkpoint), load)  # optimizers train the very tensors they are given

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lastgasp.adapter.preload import Preload
 from lastgasp.checkpoint import DirectoryLayout
 from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.errors import CheckpointError, CheckpointMismatch
@@ -33,14 +34,19 @@ VERSION = 1
 _MISSING = "no random state of rank {} was available: unless that rank adds it, a resume will not be bit-equal"
 
 
-def checkpoint_at(path: Path) -> dict[str, Any]:
+def checkpoint_at(path: Path, preload: Preload | None = None) -> dict[str, Any]:
     """Read a session's checkpoint, with the auxiliary states that were added to it later.
+
+    Args:
+        preload: has loaded it while it was verified, or has not.
 
     Raises:
         CheckpointMismatch: no session has written it.
     """
     # Not weights_only: it is our own file, verified, and holds states of the user's objects.
-    if path.is_dir():
+    if preload is not None and (loaded := preload.take(path)) is not None:
+        checkpoint = loaded
+    elif path.is_dir():
         checkpoint = torch.load(path / SHARDED_FILE, map_location="cpu", weights_only=False)
     elif has_manifest(path, LAYOUT):
         checkpoint = load_verified(path, LAYOUT, map_location="cpu", weights_only=False)

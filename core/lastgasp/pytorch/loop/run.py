@@ -46,6 +46,7 @@ from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.unknown_loaders import UnknownLoaders
 from lastgasp.pytorch.moving import MovingParameters
+from lastgasp.pytorch.one_pass import OnePass
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
@@ -172,9 +173,7 @@ class Run:
         again_here, device = self._again_here, str(next(iter(state.devices()), "cpu"))
         again_here.ready()
         life.bind(self)
-        life.begin(
-            self.step, durable=again_here.durable(self.step), users_handler=self.users_handler, device=device
-        )
+        life.begin(self.step, durable=again_here.durable(self.step), users_handler=self.users_handler, device=device)
         self._restore_aux()  # a loop that never asks for batches or epochs comes to no other place
         if self.book.nowhere:
             self.book.forget()
@@ -187,17 +186,18 @@ class Run:
             return
         config, layout = self.config, self.state.layout.LAYOUT
         policy = SelectionPolicy(config, self.place, [config.directory], layout, fit=self.fit, note=self.engine.note)
+        policy.preload = OnePass(self.fit)
         selector = CheckpointSelector(policy, self.engine.gather, exception_origin.is_about_content)
         if self.shards is not None and self.shards.begin_with(selector):
             return
-        found = selector.load(lambda one: self._load(one.path, selector.named, policy.several))
+        found = selector.load(lambda one: self._load(one.path, selector.named, policy))
         self.source.present = selector.present
         if found is not None and policy.unnumbered:
             FITS.resumed_unnumbered(config.directory, found.path)
 
-    def _load(self, path: Path, named: bool, several: bool) -> None:
-        checkpoint = checkpoint_at(path)
-        self.state.as_set.tell(checkpoint[KEY].get("as_set"), self.engine.note, path if several and not named else None)
+    def _load(self, path: Path, named: bool, policy: SelectionPolicy) -> None:
+        checkpoint, other = checkpoint_at(path, policy.preload), None if named or not policy.several else path
+        self.state.as_set.tell(checkpoint[KEY].get("as_set"), self.engine.note, other)
         self.fill(checkpoint, path)
         if not named:
             self._own_loads.require_older(path, self.place.restarted)
