@@ -473,10 +473,89 @@ def test_weights_to_begin_with_stay_the_users(tmp_path: Path) -> None:
     for config in home.steer(request):
         assert (config["load_checkpoint"], config["auto_trans_ckpt"]) == (str(weights), True)
         assert config["arguments"] == {}
+    home.job = "second"
     home.fill(4)
-    for config in home.went_on_from(4, config=request, arguments={"finetune_checkpoint": str(weights)}):
+    for config in home.went_on_from(4, config=request, arguments={"finetune_checkpoint": str(weights)}, job="third"):
         assert config["auto_trans_ckpt"] is False
         assert config["arguments"]["finetune_checkpoint"] is False
+
+
+@pytest.mark.parametrize("manifests", [True, False])
+@pytest.mark.parametrize("load", ["checkpoint", "checkpoint/rank_0/tiny_rank_0-2_4.safetensors", "../elsewhere"])
+def test_a_fine_tuning_resumes_from_what_it_has_saved_itself(tmp_path: Path, load: str, manifests: bool) -> None:
+    """Not from its base, or an older training, in the same output_dir: those steps are higher and not its own."""
+    home = Home(tmp_path / "out", manifests=manifests).fill(2, 8)
+    (home.checkpoints / "rank_0" / "more.safetensors").write_bytes(b"of the base")
+    write(tmp_path / "elsewhere" / "model.safetensors", state(100, 9))
+    request = {"load_checkpoint": str(home.path / load), "resume_training": False, "auto_trans_ckpt": False}
+    meta = home.checkpoints / "rank_0" / "meta.json"
+    before = meta.read_bytes()
+    for attempt in (0, 1):
+        for config in home.steer(request, attempt=attempt):
+            assert (config["selector"].resumed, config["arguments"]) == (None, {})
+            assert config["load_checkpoint"] == request["load_checkpoint"]
+            assert len(config["selector"].present) == 2 * manifests  # a gasp of such a name takes their place
+    assert meta.read_bytes() == before
+    home.job, home.manifests = "second", True
+    home.put(3, "_1")
+    [selector, _] = [config["selector"] for config in home.went_on_from(3, config=request, attempt=1)]
+    assert [c.step for c in selector.in_order(candidates([home.checkpoints], LEGACY))] == [3]
+    home.went_on_from(3, config=request, job="third")  # by hand, with the same YAML
+    home.job = "third"
+    home.put(5, "_1")
+    home.went_on_from(5, config=request, job="third", attempt=1)
+    home.job = "a pretraining that goes on meanwhile"
+    home.put(7)
+    home.went_on_from(5, config=request, job="fourth")
+    asked = home.steer(request, job="fifth", resume=str(home.file(8, 0)))
+    assert [config["selector"].resumed for config in asked] == [8, 8]
+    other = request | {"load_checkpoint": str(tmp_path / "another")}
+    assert [config["selector"].resumed for config in home.steer(other, job="sixth")] == [None, None]
+
+
+def test_a_fine_tuning_whose_files_are_lost_does_not_begin_again(tmp_path: Path) -> None:
+    home = Home(tmp_path / "out").fill(8)
+    request = {"load_checkpoint": str(home.checkpoints), "resume_training": False}
+    home.steer(request)
+    home.job = "second"
+    home.put(3, "_1")
+    for rank in (0, 1):
+        home.file(3, rank).unlink()
+    with pytest.raises(NoGoodCheckpoint):
+        home.steer(request, job="third")
+
+
+def test_what_a_restart_loads_instead_is_said_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home = Home(tmp_path / "out").fill(8)
+    request = {"load_checkpoint": str(tmp_path / "base"), "resume_training": False}
+    home.steer(request)
+    assert f"{home.checkpoints} there is progress of other trainings (1 checkpoints)" in caplog.text
+    home.job = "second"
+    home.put(3, "_1")
+    for job, who in (("second", "this job has saved since"), ("third", "an earlier start of this training has")):
+        caplog.clear()
+        home.steer(request, job=job, attempt=int(job == "second"))
+        assert who in caplog.text
+    caplog.clear()
+    home.steer(request | {"resume_training": True}, job="fourth")
+    assert "saved since" not in caplog.text and "it is the newest" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}}},
+        {"use_checkpoint_health_monitor": True},
+    ],
+)
+def test_where_mindformers_chooses_by_its_health_check(
+    tmp_path: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    home = Home(tmp_path).fill(4)
+    with pytest.raises(ConfigError, match="embedding_local_norm_threshold"):
+        home.steer(given | {"use_legacy_format": False})
+    home.went_on_from(4, config=given)  # there the option does not choose, or by a list of its own
+    assert ("whatever MindFormers' health check" in caplog.text) == ("use_checkpoint_health_monitor" in given)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,12 @@ def test_what_an_exception_says(error: BaseException, kind: str) -> None:
     [
         (ValueError("There is nan in global_norm with value nan, terminate training."), True),  # 1.9.0
         (ValueError("loss is nan, local_norm is None, global_norm is inf, terminate training."), True),  # 1.6.0
+        (ValueError("In epoch: 1 step: 9, loss is NAN or INF, training process cannot continue, terminating training."),
+         True),
+        (ValueError("Current global norm 9 of step 7 has been 2 consecutive times greater than threshold 1, stop "
+                    "training..."), True),
+        (ValueError("Current global norm 9 of step 6 has been 1 consecutive times greater than threshold: 1"), False),
+        (RuntimeError("TREError occurred......"), False),
         (ValueError("loss is nan"), False),
         (RuntimeError("terminate training."), False),
         (ValueError(), False),

@@ -214,6 +214,13 @@ def test_an_exception_out_of_the_graph(rank: Rank, counters: tuple[int, int], wh
     assert rank.status.step == step
 
 
+def test_a_step_that_is_to_be_done_again_is_not_saved(rank: Rank) -> None:
+    rank.gate.counters = (5, 5)
+    rank.state.step_end(numbers(5))
+    rank.state.reject()
+    assert rank.state.settle() == "step 5 is to be done again"
+
+
 def test_no_graph_runs_behind_a_closed_gate(rank: Rank) -> None:
     rank.state.step_end(numbers(5))
     rank.status.hold(1.0)

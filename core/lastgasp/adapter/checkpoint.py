@@ -18,7 +18,7 @@ from lastgasp.checkpoint import (
     verify,
 )
 from lastgasp.checkpoint.addenda import has_ended, mark_ended
-from lastgasp.checkpoint.adopt import data_files, read_entries, read_files, remove_orphans, write_manifest
+from lastgasp.checkpoint.adopt import ADOPTED, data_files, read_entries, read_files, remove_orphans, write_manifest
 from lastgasp.checkpoint.layout import is_moved_away, next_path
 from lastgasp.checkpoint.manifest import Fit, Kind, Manifest
 from lastgasp.checkpoint.manifest import read as read_manifest
@@ -34,6 +34,7 @@ from lastgasp.checkpoint.trial import Trial, is_about_content, trained_again
 from lastgasp.checkpoint.unknown import all_of_training, unknown
 
 __all__ = [
+    "ADOPTED",
     "Agreement",
     "Candidate",
     "Damage",

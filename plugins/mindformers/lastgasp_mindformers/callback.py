@@ -98,6 +98,14 @@ class LastGasp(Callback):  # type: ignore[misc]
             self.run.end_with(error)
 
 
+def made(options: Options) -> LastGasp:
+    """One that is added to a job without."""
+    callback = LastGasp.__new__(LastGasp)
+    super(LastGasp, callback).__init__()
+    callback.options, callback.run = options, None
+    return callback
+
+
 class Boundary(Callback):  # type: ignore[misc]
     """In front of all other callbacks: the graph has returned, and its step counts."""
 

@@ -22,6 +22,7 @@ from lastgasp.adapter.mindspore import (
     told_batch,
     told_step,
 )
+from lastgasp_mindformers.base import Base, key, lost_key
 from lastgasp_mindformers.tracker import read_meta, read_tracker
 
 ENDINGS = (".ckpt", ".safetensors")
@@ -43,6 +44,7 @@ class CheckpointCatalog:
         same: whether all ranks should hold the same, so that one file may be for all.
         apart: directory, resolved, and prefix of files that are no checkpoints of this training, unless one has a
             manifest.
+        base: the weights that this training began from, where it is to resume from its own checkpoints only.
     """
 
     places: Sequence[tuple[Path, Layout]]
@@ -50,6 +52,7 @@ class CheckpointCatalog:
     bare: bool = True
     same: bool = True
     apart: frozenset[tuple[str, str]] = frozenset()
+    base: Base | None = None
 
     @property
     def folders(self) -> list[Path]:
@@ -58,9 +61,22 @@ class CheckpointCatalog:
 
     def all(self) -> list[Candidate]:
         """Newest first. Raises ConfigError when a directory cannot be listed."""
+        base = self.base
+        own = [(c, layout) for c, layout in self._listed() if base is None or not base.is_other(c)]
+        return by_samples(self._judged(c, layout) for c, layout in own)
+
+    def others(self) -> list[Candidate]:
+        """Of other trainings, in no order. Raises ConfigError as `all`."""
+        return [] if self.base is None else [c for c, _ in self._listed() if self.base.is_other(c)]
+
+    def there(self) -> set[str]:
+        """Everything of a training that there is, as `Base.before` has it."""
+        paths = [*(c.path for c, _ in self._listed()), *map(Path, self.unknown())]
+        return {key(path) for path in paths} | {lost_key(*one) for one in self.lost().items()}
+
+    def _listed(self) -> list[tuple[Candidate, Layout]]:
         listed = [(c, layout) for folder, layout in self.places for c in candidates([folder], layout)]
-        found = [self._judged(c, layout) for c, layout in listed if not self._is_apart(c, layout)]
-        return by_samples(found)
+        return [(c, layout) for c, layout in listed if not self._is_apart(c, layout)]
 
     def put_back(self) -> None:
         """Return what a gasp that was killed had moved aside; for rank 0, before it lists."""
@@ -75,7 +91,7 @@ class CheckpointCatalog:
                 name for at, way in self.places if at == folder for path in way.discover(at) for name in way.files(path)
             }
             for name in _of_training(folder, layout):
-                if name not in known:
+                if name not in known and not self._was_there(key(folder / name)):
                     found[str(folder / name)] = "lastgasp cannot tell which checkpoint of this training it belongs to"
         return found
 
@@ -105,7 +121,10 @@ class CheckpointCatalog:
             tracker = read_tracker(folder) if layout is ITERATIONS else None
             if tracker is not None:
                 found[str(folder)] = f"its tracker names iteration {tracker}, and no checkpoint is there"
-        return found
+        return {folder: why for folder, why in found.items() if not self._was_there(lost_key(folder, why))}
+
+    def _was_there(self, what: str) -> bool:
+        return self.base is not None and what in self.base.before
 
     # -- judgement --------------------------------------------------------------------------------
 
@@ -178,11 +197,15 @@ def by_samples(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def catalog_of(
-    places: Iterable[tuple[Path, Layout]], job: Place, bare: bool, apart: Iterable[tuple[str, str]] = ()
+    places: Iterable[tuple[Path, Layout]],
+    job: Place,
+    bare: bool,
+    apart: Iterable[tuple[str, str]] = (),
+    base: Base | None = None,
 ) -> CheckpointCatalog:
     """Each place once, for this job."""
     once = list(dict.fromkeys((folder.absolute(), layout) for folder, layout in places))
-    return CheckpointCatalog(once, job.world_size, bare, len(job.replicas) == 1, frozenset(apart))
+    return CheckpointCatalog(once, job.world_size, bare, len(job.replicas) == 1, frozenset(apart), base)
 
 
 def _cut_short(checkpoint: Path, layout: Layout) -> bool:

@@ -14,6 +14,7 @@ from lastgasp.adapter.checkpoint import Agreement, Candidate, Verdict
 from lastgasp.adapter.files import remove_stale_temps
 from lastgasp.adapter.mindspore import ITERATIONS, LegacyName, decode_aux, layout_of, probe
 from lastgasp_mindformers import begun
+from lastgasp_mindformers.base import Base
 from lastgasp_mindformers.listing import CheckpointCatalog, catalog_of
 from lastgasp_mindformers.manifests import AUX_SUFFIX
 from lastgasp_mindformers.named import owner_of
@@ -92,7 +93,7 @@ class MindFormersPolicy(SelectionPolicy):
     def named(self, path: Path) -> Candidate:
         """As the catalog judges it. Raises ConfigError: it is not there."""
         there = dataclasses.replace(
-            self._catalog, places=[(path.parent, layout_of(path))], apart=frozenset()
+            self._catalog, places=[(path.parent, layout_of(path))], apart=frozenset(), base=None
         )
         found = next((c for c in there.all() if c.path == path), None)
         if found is None:
@@ -154,7 +155,7 @@ class MindFormersPolicy(SelectionPolicy):
     def begins_from_scratch(self) -> None:
         """Log it and record it."""
         if self.place.rank == 0:
-            if not self.left_unused():
+            if not self.left_unused() and not self._catalog.others():  # else the caller says what they are
                 where = ", ".join(map(str, self.folders))
                 log.info("no checkpoint in %s: training begins from scratch", where)
             begun.begin(self.config.directory, self.place.job)
@@ -171,7 +172,11 @@ class MindFormersPolicy(SelectionPolicy):
 
 
 def catalog_for(
-    places: list[tuple[Path, Layout]], options: Options, place: Place, apart: Iterable[tuple[str, str]] = ()
+    places: list[tuple[Path, Layout]],
+    options: Options,
+    place: Place,
+    apart: Iterable[tuple[str, str]] = (),
+    base: Base | None = None,
 ) -> CheckpointCatalog:
     """Where this job looks, and which files there are no checkpoints of it."""
-    return catalog_of(places, place, not options.require_manifest, apart)
+    return catalog_of(places, place, not options.require_manifest, apart, base)

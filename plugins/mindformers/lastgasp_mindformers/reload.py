@@ -27,9 +27,10 @@ from lastgasp.adapter import (
 from lastgasp.adapter.checkpoint import Candidate, Trial
 from lastgasp.adapter.mindspore import ITERATIONS, LEGACY, LegacyName, Unreadable, layout_of, rank_of, read_content
 from lastgasp_mindformers import begun
+from lastgasp_mindformers.base import Base, begun_from
 from lastgasp_mindformers.exits import is_about_content
 from lastgasp_mindformers.later import recorded
-from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog
+from lastgasp_mindformers.listing import ENDINGS, CheckpointCatalog, by_samples
 from lastgasp_mindformers.named import asked_by, holds_others
 from lastgasp_mindformers.policy import MindFormersPolicy, catalog_for
 from lastgasp_mindformers.steering import (
@@ -37,6 +38,7 @@ from lastgasp_mindformers.steering import (
     ResumeRequest,
     apply,
     check,
+    chooses_itself,
     converts,
     data_of_the_start,
     load_plan_for,
@@ -102,6 +104,7 @@ class MindFormersSelector:
         self.steered = False
         self.present: frozenset[str] | None = None
         self.apart: set[tuple[str, str]] = set()
+        self._base: Base | None = None
 
     # -- MindFormers ------------------------------------------------------------------------------
 
@@ -114,14 +117,17 @@ class MindFormersSelector:
         Raises:
             NoGoodCheckpoint: there are checkpoints, or markers that name them, and none can be trusted.
             DamagedCheckpoint: the one that was asked for by name is damaged.
-            ConfigError: the one that was asked for is not there.
+            ConfigError: the one that was asked for is not there, or MindFormers would load another one.
             NothingLoads: the attempts before this one could load none.
         """
         self.steered = True
         request = resume_request_of(config, arguments)
+        by_health = chooses_itself(config, request.newer)
         given = request.load is not None and holds_others(request.load)
+        places = self._places(request)
+        self._base = self._begun_from(request, places)
         try:
-            chosen = self._select(self._policy(self._places(request), named=asked_by(request), given=given))
+            chosen = self._select(self._policy(places, named=asked_by(request), given=given))
         except NoGoodCheckpoint as error:
             if not (request.load and request.resume is True and converts(config, arguments)):
                 raise
@@ -134,11 +140,41 @@ class MindFormersSelector:
         self._load_plan = self._load_plan_of(request, chosen)
         if chosen is not None:
             keep(files_of(config, self._place.rank), f"step-{chosen.step}")
+            if by_health:
+                self._note("use_checkpoint_health_monitor: lastgasp resumes from the newest checkpoint that verifies, "
+                           "whatever MindFormers' health check has said of it")  # fmt: skip
             if request.load not in (None, chosen.path, chosen.path.parent) and self._place.rank == 0:
-                log.warning("loading from %s, not from %s: this job has saved since", chosen.path.parent, request.load)
+                since = self._who_saved(chosen)
+                log.warning("loading from %s, not from %s: %s", chosen.path.parent, request.load, since)
+        elif others := self._catalog.others():
+            self._tell_of_others(request, others)
         if self._load_plan is not None:
             self._tell_of_data(self._load_plan, data_of_the_start(config, arguments))
             apply(self._load_plan, config, arguments)
+
+    def _begun_from(self, request: ResumeRequest, places: list[tuple[Path, Layout]]) -> Base | None:
+        """Where the user names weights to begin with, only what is saved from then on is progress."""
+        if request.load is None or request.resume:
+            return None
+        there = catalog_for(places, self._options, self._place).there
+        return begun_from(request.load, self._options.gasp.directory, self._place, self._gather, there)
+
+    def _tell_of_others(self, request: ResumeRequest, others: list[Candidate]) -> None:
+        where = ", ".join(sorted({str(other.path.parent) for other in others}))
+        self._note(
+            f"training begins from load_checkpoint ({request.load}): in {where} there is progress of other trainings "
+            f"({len(others)} checkpoints) and none of this one. To go on from one of them give resume=<path>, or "
+            "resume_training: True for the newest"
+        )
+
+    def _who_saved(self, chosen: Candidate) -> str:
+        if chosen.manifest is not None and chosen.manifest.job == self._place.job:
+            return "this job has saved since"
+        return "it is the newest" if self._base is None else "an earlier start of this training has saved since"
+
+    def in_order(self, found: list[Candidate]) -> list[Candidate]:
+        """Of a directory where this training saves, what it has saved itself, newest first."""
+        return by_samples(one for one in found if self._base is None or not self._base.is_other(one))
 
     def _ranks_of_others(self, reasons: Mapping[str, str]) -> str:
         """How many ranks have saved what cannot be used; empty where there is more than a first save cut short."""
@@ -236,7 +272,7 @@ class MindFormersSelector:
 
         They are of this number of ranks, whoever has saved them.
         """
-        if self._place.restarted and job == self._place.job:
+        if self._base is not None or (self._place.restarted and job == self._place.job):
             return True
         return request.load is not None and not request.load.resolve().is_relative_to(folder.resolve())
 
@@ -321,7 +357,7 @@ class MindFormersSelector:
         if others and self._place.rank == 0:
             named = ", ".join(sorted(f"{folder}/{prefix}" for folder, prefix in others))
             log.info("files without a manifest that later trainings of this script saved are left alone: %s", named)
-        self._catalog = catalog_for(list(places), self._options, self._place, self.apart | others)
+        self._catalog = catalog_for(list(places), self._options, self._place, self.apart | others, self._base)
         return MindFormersPolicy(self._options, self._place, self._catalog, self._note, **more)
 
     def _select(self, policy: MindFormersPolicy) -> Candidate | None:
@@ -335,7 +371,8 @@ class MindFormersSelector:
         return chosen
 
     def _took(self, policy: MindFormersPolicy, selector: CheckpointSelector) -> None:
-        self.resumed, self.aux, self.present = policy.resumed, policy.aux, selector.present
+        others = {c.manifest.self_digest for c in self._catalog.others() if c.manifest is not None}
+        self.resumed, self.aux, self.present = policy.resumed, policy.aux, selector.present | others
 
 
 def _raising(error: Exception) -> Callable[[], Any]:

@@ -13,10 +13,10 @@ from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, ManifestWri
 from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN
 from lastgasp_mindformers import begun, later
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, reported_scale, restore_random
-from lastgasp_mindformers.callback import Boundary, LastGasp, Later
+from lastgasp_mindformers.callback import Boundary, LastGasp, Later, made
 from lastgasp_mindformers.data import UNSEEDED, changed, described, steps_of_epoch
 from lastgasp_mindformers.digests import digests_of, unknown_yet
-from lastgasp_mindformers.exits import kind_of, verdict_of
+from lastgasp_mindformers.exits import cause_of, is_to_be_repeated, kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.left_files import LeftFiles
 from lastgasp_mindformers.manifests import Manifests
@@ -141,7 +141,7 @@ class Run:
             log.warning(ONLY_FIRST + (ONE_CALL if monitor_of(given) is None else OWN_DIRECTORY))
             return arguments | {"callbacks": unprotected(given)}
         begins(self.options.gasp.directory)
-        ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or _made(self.options)
+        ours = next((callback for callback in given if isinstance(callback, LastGasp)), None) or made(self.options)
         others = [callback for callback in given if callback is not ours]
         arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}
         ours.run = self
@@ -227,7 +227,7 @@ class Run:
             readable=readable,
         )
         self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config)
-        self.source.present = self.selector.present
+        self.source.present, self.source.in_order = self.selector.present, self.selector.in_order
         self.life.bind(self)
 
     def others_load(self, params: Any, *, evaluation: bool = False) -> None:
@@ -403,6 +403,10 @@ class Run:
             return
         self._ended = True
         self.state.others_end()
+        if is_to_be_repeated(error):
+            self.state.reject()
+        if is_to_be_repeated(error) or verdict_of(error) is not None:
+            self.session.condemn(cause_of(error))  # the others may not have seen it yet, or not at all
         self.life.failed(error)
 
     def end_early(self, error: BaseException) -> None:
@@ -434,14 +438,6 @@ class Run:
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""
         self.life.close(completed=goodbye)
-
-
-def _made(options: Options) -> LastGasp:
-    """A callback that is added to a job without one."""
-    callback = LastGasp.__new__(LastGasp)
-    super(LastGasp, callback).__init__()
-    callback.options, callback.run = options, None
-    return callback
 
 
 def _epoch(params: Any, done: int) -> int:

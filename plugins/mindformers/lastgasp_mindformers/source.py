@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lastgasp.adapter import GaspConfig, ManifestWriter, Moved, NotSaveable, SaveResult, clock
-from lastgasp.adapter.checkpoint import FileEntry, SavedPart, Staged, part_of, prune, read_files
+from lastgasp.adapter.checkpoint import Candidate, FileEntry, SavedPart, Staged, part_of, prune, read_files
 from lastgasp.adapter.files import DISK, unique_temp
 from lastgasp.adapter.mindspore import encode_aux
 from lastgasp.adapter.testing import faults
@@ -52,12 +52,14 @@ class MindSporeSource:
 
     Attributes:
         present: the manifests that were there when training began (`CheckpointSelector.present`).
+        in_order: which checkpoints of a directory count towards `keep`, newest first.
     """
 
     def __init__(self, state: MindSporeState, native: Writer, writer: ManifestWriter, config: GaspConfig) -> None:
         self._state, self._native, self._writer, self._config = state, native, writer, config
         self.rank = writer.place.rank
         self.present: frozenset[str] | None = None
+        self.in_order: Callable[[list[Candidate]], list[Candidate]] = by_samples
 
     @property
     def buffer_fd(self) -> int:
@@ -142,7 +144,7 @@ class MindSporeSource:
         target, layout = result.staged.target, result.where.layout
         about = self._writer.provenance(result.step, "gasp", self._writer.newest_beside(target, layout))
         kept = result.publish(parts, about, result.where.markers, self.present)
-        prune(self._config, layout, target, self._writer.place, in_order=by_samples)
+        prune(self._config, layout, target, self._writer.place, in_order=self.in_order)
         return kept
 
     def discard(self, result: SaveResult) -> None:

@@ -68,7 +68,7 @@ class MindSporeState:
         self._base = 0
         self._in_graph = self._saving = self._taken = False
         self._next = self.numbers = Numbers(step=0, epoch=1, within=0)
-        self._silent = 0
+        self._silent, self._rejected = 0, ""
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -136,10 +136,14 @@ class MindSporeState:
         """They are over, or one of them has raised."""
         self._saving = False
 
+    def reject(self) -> None:
+        """The framework wants the step that has just ended to be done again: it must not be saved."""
+        self._rejected = f"step {self.numbers.step} is to be done again"
+
     def settle(self) -> str:
         """The training thread has raised: why the state is not that of a complete step; empty if it is."""
         if not self._in_graph:
-            return ""
+            return self._rejected
         counters = self._counters()
         if counters is None:
             return "raised inside the step, and it is unknown whether its update had begun"

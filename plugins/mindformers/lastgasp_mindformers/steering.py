@@ -86,6 +86,25 @@ def resume_request_of(config: Config, arguments: Config) -> ResumeRequest:
     return ResumeRequest(Path(load).absolute() if load else None, resume or False, newer, parallel, saves)
 
 
+def chooses_itself(config: Config, newer: bool) -> bool:
+    """Whether MindFormers is to resume from the newest checkpoint that its own health check has passed.
+
+    Raises:
+        ConfigError: in the newer format it then loads that one whatever `load_path` says, and knows no gasp.
+    """
+    health = (config.get("monitor_config") or {}).get("health_checkpoint") or {}
+    monitored = bool(config.get("use_checkpoint_health_monitor"))
+    threshold = health.get("embedding_local_norm_threshold")
+    if newer and (threshold or monitored):
+        field = "monitor_config.health_checkpoint.embedding_local_norm_threshold"
+        remedy = (
+            "Take it out (and use_checkpoint_health_monitor): with it MindFormers passes over what lastgasp has saved "
+            "and verified. Or turn lastgasp off."
+        )
+        raise ConfigError(field, threshold or f"use_checkpoint_health_monitor: {monitored}", "nothing", remedy)
+    return monitored
+
+
 def _directory_of_monitor(config: Config, newer: bool) -> Path | None:
     for callback in config.get("callbacks") or []:
         if callback.get("type") == "CheckpointMonitor" and callback.get("directory"):
