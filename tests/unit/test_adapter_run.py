@@ -190,7 +190,8 @@ def test_a_good_exit_and_a_verdict_are_no_fault(run: AdapterRun, error: BaseExce
     assert training.source.done == [] and run.session.status.outcome is None
 
 
-def test_values_that_are_wrong_on_all_ranks_are_saved_by_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["condemned", "by a verdict", "to be repeated"])
+def test_values_that_are_wrong_on_all_ranks_are_saved_by_none(tmp_path: Path, how: str) -> None:
     """Only rank 1 has seen it; rank 0, whose collective fails then, holds the same and could save it."""
     controller = ControllerThread(new_token())
     contact = Contact(controller.endpoint.address, controller.endpoint.token)
@@ -203,13 +204,19 @@ def test_values_that_are_wrong_on_all_ranks_are_saved_by_none(tmp_path: Path) ->
 
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(rank, range(2)))
-        runs[1].condemn(Verdict(1, "the values are wrong"))
+        if how == "condemned":
+            runs[1].condemn(Verdict(1, "the values are wrong"))
+        else:
+            runs[1].session.condemn("the values are wrong")
+            runs[1]._training.between = "the values are wrong"  # type: ignore[union-attr]
+            runs[1].failed(RuntimeError("nan" if how == "by a verdict" else "again"))
         runs[0].session.fault("peer", "connection closed")
         list(pool.map(lambda run: run.close(completed=True), runs))
     controller.stop()
     [incident] = incidents(tmp_path)
     assert (incident.ending, incident.step_saved) == ("gave_up", None)
-    assert "rank 1: the values are wrong" in incident.reason and "the values are wrong" in incident.notes
+    assert "the values are wrong" in incident.notes
+    assert how == "by a verdict" or "the values are wrong" in incident.reason  # after one it leaves as at a good end
     for run in runs:
         assert run.source.inner.done == []  # type: ignore[union-attr]
 
