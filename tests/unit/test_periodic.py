@@ -21,6 +21,7 @@ from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.queued import QueuedWork
+from lastgasp.testing.faults import InjectedFault
 
 
 class Uneven:
@@ -118,6 +119,17 @@ def test_a_state_that_cannot_be_saved_now_costs_that_checkpoint(
     saved(run, 2)
     [line] = caplog.messages
     assert line.startswith("the checkpoint of step 2 could not be written") and str(error) in line
+
+
+def test_the_exception_of_a_drill_ends_the_training(tmp_path: Path) -> None:
+    run = run_of(Uneven("loop/save/2"), tmp_path, False)
+
+    def dump(step: int, aux: Any) -> Any:
+        raise InjectedFault("in the periodic save")
+
+    run.dump = dump
+    with pytest.raises(InjectedFault):
+        saved(run, 2)
 
 
 class Arena:

@@ -41,7 +41,13 @@ def together(
 
 
 def failed(what: str, error: Exception) -> None:
-    """Log that a periodic checkpoint is not there, or this rank's part of one; with a traceback where it is unknown."""
+    """Log that a periodic checkpoint is not there, or this rank's part of one; with a traceback where it is unknown.
+
+    Raises:
+        InjectedFault: `error`, where that is a drill's, which is to end the training.
+    """
+    if isinstance(error, faults.InjectedFault):
+        raise error
     known = isinstance(error, OSError | LastgaspError)
     log.error("%s could not be written (%s): training continues; older ones remain", what,
               error if known else f"{type(error).__name__}: {error}", exc_info=not known)  # fmt: skip
