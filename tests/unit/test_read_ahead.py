@@ -42,9 +42,9 @@ def put(path: Path) -> Path:
     return path
 
 
-def read(ahead: ReadAhead, checkpoint: Path) -> None:
+def read(ahead: ReadAhead, checkpoint: Path, alone: bool = True) -> None:
     """Let it end."""
-    ahead.begin(str(checkpoint))
+    ahead.begin(str(checkpoint), alone)
     assert ahead.thread is not None
     ahead.thread.join(30)
     assert not ahead.thread.is_alive()
@@ -61,6 +61,13 @@ def test_so_is_everything_in_a_directory_and_nothing_beside_it(tmp_path: Path) -
     beside = put(tmp_path / "gasp-step=00000011.pt")
     read(ReadAhead(), parts[0].parent)
     assert all(map(cached, parts)) and not cached(beside)
+
+
+def test_of_several_hosts_none_reads_what_is_for_the_others(tmp_path: Path) -> None:
+    part, file = put(tmp_path / "gasp-step=00000012.dcp" / "a"), put(tmp_path / "gasp-step=00000012.pt")
+    read(ReadAhead(), part.parent, alone=False)
+    read(ReadAhead(), file, alone=False)
+    assert cached(file) and not cached(part)
 
 
 @pytest.mark.parametrize("room", [None, 4096])
@@ -83,7 +90,7 @@ def test_a_pipe_in_it_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_next_one_ends_the_one_before(tmp_path: Path) -> None:
     ahead, one = ReadAhead(), put(tmp_path / "one")
-    ahead.begin(str(one))
+    ahead.begin(str(one), alone=True)
     first = ahead.thread
     read(ahead, put(tmp_path / "other"))
     assert first is not None

@@ -411,7 +411,7 @@ class Controller:
             if action.phase == "released" and self.attempt is not None:
                 self.keepers.agreed(self.attempt.agreed())
                 if path := self.attempt.machine.outcome.path:
-                    self._ahead.begin(path)
+                    self._ahead.begin(path, alone=not self.keepers.most)
 
     def _send(self, rank: int, message: m.Message) -> bool:
         """Return False if the rank is not connected."""

@@ -40,11 +40,15 @@ class ReadAhead:
         self._room, self._stop = room, threading.Event()
         self.thread: threading.Thread | None = None
 
-    def begin(self, checkpoint: str) -> None:
-        """Read that file, or all files in that directory, in the background. What is still being read is left."""
+    def begin(self, checkpoint: str, alone: bool) -> None:
+        """Read that file, or all files in that directory, in the background. What is still being read is left.
+
+        Args:
+            alone: all ranks are on this host. Otherwise a directory is not read: most of it is for others.
+        """
         self.stop()
         self._stop = threading.Event()
-        arguments = (Path(checkpoint), self._stop)
+        arguments = (Path(checkpoint), alone, self._stop)
         self.thread = threading.Thread(target=self._run, args=arguments, name="lastgasp-ahead", daemon=True)
         self.thread.start()
 
@@ -52,9 +56,10 @@ class ReadAhead:
         """Let it end after the current piece, without waiting for it."""
         self._stop.set()
 
-    def _run(self, checkpoint: Path, stop: threading.Event) -> None:
+    def _run(self, checkpoint: Path, alone: bool, stop: threading.Event) -> None:
         try:
-            files = [path for path in (checkpoint, *sorted(checkpoint.rglob("*"))) if path.is_file()]
+            inside = sorted(checkpoint.rglob("*")) if alone else []
+            files = [path for path in (checkpoint, *inside) if path.is_file()]
             size, room = sum(path.stat().st_size for path in files), self._room()
             if room is None or size > SHARE * room:
                 log.debug("%s is not read ahead: it has %d bytes, and %s are available", checkpoint, size, room)
