@@ -25,12 +25,13 @@ class Job:
 
     Args:
         together: of each rank, in a job whose ranks save and hand over their shards together.
-        elastic: ranks that can go on with fewer.
+        elastic: ranks that can go on with fewer; fewer: how all of them can.
     """
 
     def __init__(
         self,
         *,
+        fewer: m.Fewer | None = None,
         recovery: str = "auto",
         offer: Offer | None = OFFER,
         replicas: Any = None,
@@ -47,7 +48,7 @@ class Job:
         for rank in range(world):
             self.machine.joined(rank, 0.0)
             begin = m.Begin(step=START, durable=START, buffer_fd=-1, recovery=recovery, from_files=from_files,
-                            together=together, elastic=rank in elastic)  # fmt: skip
+                            together=together, fewer=fewer or m.Fewer(rank in elastic))  # fmt: skip
             self.machine.said(rank, begin, 0.0)
             self.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="forward"), 0.0)
 
@@ -493,6 +494,48 @@ def test_a_job_shrinks_only_where_it_may_and_must(
     assert why or (job.again().rung, bool(job.machine.shrunk)) == (rung, rung == "shrink")
 
 
+def lose_from_files(fewer: m.Fewer) -> Job:
+    """A job that begins again with files loses rank 1."""
+    job = Job(offer=FEWER, from_files=True, fewer=fewer)
+    lose(job, 1)
+    return job
+
+
+def written(job: Job) -> list[Action]:
+    """Rank 0 saves and publishes the step."""
+    saved = m.Saved(recovery=1, plan=1, path="/ckpts/iter", nbytes=1, first_byte_ns=1, part=b"")
+    job.machine.said(0, saved, 2.0)
+    return job.machine.said(0, m.Committed(recovery=1, plan=1), 3.0)
+
+
+def test_who_begins_with_files_goes_on_with_fewer_once_the_step_is_saved() -> None:
+    job = lose_from_files(m.Fewer(may=True, parts=6))
+    assert job.machine.state == "saving"
+    told = orders(written(job))
+    again = job.again()
+    assert told == {0: again, 2: again}
+    assert (again.rung, again.members, again.source, again.saved) == ("shrink", (0, 2), -1, True)
+    own = again.for_rank(2)
+    assert (own.rank, own.source, own.environment["RANK"], own.environment["WORLD_SIZE"]) == (1, -1, "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("fewer", "why"),
+    [
+        pytest.param(m.Fewer(may=True, parts=3), "3 micro-batches cannot be shared evenly by 2 ranks", id="uneven"),
+        pytest.param(m.Fewer(why="--optimizer muon"), "--optimizer muon", id="said"),
+        pytest.param(m.Fewer(), "rank 0 does not train with an ElasticLoader", id="not asked for"),
+    ],
+)
+def test_who_cannot_share_a_step_with_fewer_restarts(fewer: m.Fewer, why: str) -> None:
+    job = lose_from_files(fewer)
+    assert orders(written(job)) == {0: None, 2: None}
+    assert (job.machine.outcome.ending, job.machine.again, job.machine.shrunk) == ("saved", None, "")
+    assert job.machine.not_in_place == (
+        f"there is no warm process; the job cannot go on with fewer ranks: {why}"
+    )
+
+
 GROW = Offer(attempt=0, incarnation=1, port=77, grow=(0, NEW, 1, 2))
 
 
@@ -644,6 +687,60 @@ def test_halves_are_saved_before_missing_ranks_are_taken_in(fails: bool) -> None
 def test_halves_take_in_all_that_are_missing_or_nobody() -> None:
     job = halves(3, grow=(0, 1, 2, NEW), complete=5)
     assert stopped(job) == {}
+
+
+def grows_from_files() -> Job:
+    """All have stopped, and rank 0 is to save the step."""
+    job = Job(offer=GROW, from_files=True, fewer=m.Fewer(may=True, parts=12))
+    stopped(job)
+    for rank in range(WORLD):
+        job.answer(rank)
+    assert (job.machine.state, job.machine.again) == ("saving", None)
+    return job
+
+
+def test_who_begins_with_files_takes_in_others_once_the_step_is_saved() -> None:
+    job = grows_from_files()
+    told = orders(written(job))
+    again = job.again()
+    assert told == dict.fromkeys(ALL, again)
+    assert (again.rung, again.members, again.source, again.saved) == ("grow", GROW.grow, -1, True)
+    new = msgspec.structs.replace(again.for_rank(NEW), rank=1)
+    assert (new.source, new.environment["RANK"], new.environment["WORLD_SIZE"]) == (-1, "1", "4")
+
+
+def test_where_that_step_cannot_be_saved_all_train_on() -> None:
+    """As if nobody had waited; a later fault is answered as ever."""
+    job = grows_from_files()
+    for plan in range(1, 9):
+        for rank in range(WORLD):
+            failed = m.SaveFailed(recovery=1, plan=plan, why="OSError: disk full")
+            actions = job.machine.said(rank, failed, 2.0)
+            if job.machine.state == "running":
+                break
+        if job.machine.state == "running":
+            break
+    assert {rank: one.target for rank, one in prepares(actions).items()} == dict.fromkeys(ALL, m.CALLED_OFF)
+    assert "disk full" in job.machine.not_grown and (job.machine.again, job.machine.grown) == (None, "")
+    assert stopped(job, 3.0) == {}
+    job.machine.offer = FEWER
+    job.die(1)
+    for rank in (0, 2):
+        said = m.Prepared(recovery=2, step=STEP, durable=START, usable=True, why="")
+        job.machine.said(rank, said, 4.0)
+    assert (job.machine.state, job.machine.plan) == ("saving", 1)
+
+
+def test_a_rank_that_dies_while_the_step_is_saved_for_others_restarts_the_job() -> None:
+    job = grows_from_files()
+    job.die(2)
+    assert orders(written(job)) == {0: None, 1: None}
+    assert (job.machine.outcome.ending, job.machine.again) == ("saved", None)
+
+
+def test_ranks_that_cannot_share_a_step_wait_for_more() -> None:
+    job = Job(offer=GROW, from_files=True, fewer=m.Fewer(may=True, parts=9))
+    assert (stopped(job), job.machine.not_grown) == ({}, "")
 
 
 def test_before_a_step_is_complete_nobody_is_stopped() -> None:

@@ -22,7 +22,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.cards import RankRow, SwitchResult, WorkerCard
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v12.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire-v13.json"
 FAULT = Fault(kind="killed", rank=1, cause="process 7 died", step=4, seen_ns=5)
 NONCE, MAC = bytes(range(32)), bytes(range(32, 64))
 CARD = WorkerCard(
@@ -39,7 +39,7 @@ ONE_OF_EACH: tuple[m.Message, ...] = (
     m.Refused(reason="wrong token"),
     m.Begin(
         step=3, durable=2, buffer_fd=-1, recovery="auto", together=((0, 1),), arena_fd=11, arena_id=b"id",
-        from_files=True, buddy=True,
+        from_files=True, fewer=m.Fewer(may=True, parts=4), buddy=True,
     ),
     m.Regroup(replicas=((0,), (2,), (1, 3)), why="ranks 0 and 2 differ"),
     m.Status(step=3, durable=2, tick=99, phase="backward", marks=15),

@@ -133,6 +133,8 @@ def test_who_leads_hears_of_what_fails_before_there_is_a_run(tmp_path: Path, mon
     life = Life()
     given: Any = life
     entered = EnteredFromFiles()
+    for name in AGAIN.environment:
+        monkeypatch.setenv(name, "")
     entered.failed(RuntimeError("nobody leads"))
     monkeypatch.setattr(from_files, "drop_groups", lambda wrapped: None)
     entered.led(AGAIN, given)

@@ -57,6 +57,19 @@ def test_the_next_call_gets_what_the_first_one_got(training: Any) -> None:
     assert training.training._STARTUP_TIMESTAMPS == {"program_start": None}
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 3), (1, 2), (3, 4)])
+def test_ranks_are_counted_anew(rank: int, size: int, training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time from what they were at the start: some may be missing, and be there again."""
+    training.global_vars._GLOBAL_ARGS = Namespace(rank=3, world_size=4, data_parallel_size=4)
+    kept = Pretrain((len,), {}, first=True)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    for _ in range(2):
+        kept.reset()
+        found = training.global_vars._GLOBAL_ARGS
+        assert (found.rank, found.world_size, found.data_parallel_size) == (rank, size, size)
+
+
 @pytest.mark.parametrize("where", ["module", "settings", "version"])
 def test_what_cannot_be_kept_costs_the_recovery_in_place_and_not_the_job(where: str, training: Any) -> None:
     if where == "module":

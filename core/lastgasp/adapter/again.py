@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lastgasp.config import Recovery
 from lastgasp.gasp.again import INCARNATION, NEW, Again
+from lastgasp.gasp.going_on import Fewer
 from lastgasp.gasp.joining import is_to_be_taken_in, order_when_taken_in, tell_code
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.pytorch.handover import cloned
@@ -43,6 +44,7 @@ __all__ = [
     "Began",
     "Carried",
     "Entry",
+    "Fewer",
     "Held",
     "KeptModules",
     "Limits",

@@ -46,7 +46,7 @@ def begin(status: RankStatus, source: StateSource, together: tuple[tuple[int, ..
         recovery=status.recovery,
         entered=status.entered,
         from_files=status.from_files,
-        elastic=status.elastic,
+        fewer=status.fewer,
         together=together,
         arena_fd=arena.fd if arena is not None else -1,
         arena_id=arena.identity if arena is not None else b"",

@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from .again import NEW, Again
+from .going_on import Fewer
 
-SHRUNK = "{lost} could not get new processes ({why}): training goes on with {left} of {all} ranks"
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
 FEWER = "the job trains with fewer ranks, where no fault is answered in place"
 UNSAVED = "; the step could not be saved before ({why})"
+NOT_GROWN = "ranks that are missing are not taken in: the step with which all would begin could not be saved ({why})"
+
+
+def cannot_share(ranks: Iterable[int], fewer: Mapping[int, Fewer], number: int) -> str:
+    """Why these ranks cannot train as `number` ranks, where their job began with more; empty if they can.
+
+    Args:
+        fewer: what they have said about it.
+    """
+    for rank in ranks:
+        said = fewer.get(rank, Fewer())
+        if not said.may:
+            return said.why or f"rank {rank} does not train with an ElasticLoader"
+        if said.parts % number:
+            return f"{said.parts} micro-batches cannot be shared evenly by {number} ranks"
+    return ""
+
+
+def cannot_grow(caps: Collection[str], asked: bool, replicas: bool, *, by_handlers: bool) -> str:
+    """Why nobody can be taken in; empty where they can.
+
+    Args:
+        caps: the ranks' `Begin.recovery`; asked: all may train with fewer; replicas: they hold the same state.
+        by_handlers: as of `by_handlers_cannot`.
+    """
+    allowed = ("auto", "replace", "retry", "fewer") if by_handlers else ("auto", "replace")
+    if len(caps) != 1 or not set(caps) <= {*allowed}:
+        return "not every rank can be entered again with new ones"
+    if not replicas and not by_handlers:
+        return "the ranks do not all hold the same state"
+    if asked:
+        return ""
+    return f"not every rank {'has asked for it (enable_zit)' if by_handlers else 'trains with an ElasticLoader'}"
 
 
 def by_leader(leader: str, again: Again, world_size: int) -> str:
@@ -38,6 +71,11 @@ def by_handlers_cannot(members: tuple[int, ...], takers: tuple[int, ...], elasti
         return "rank 0 is lost"
     behind = [rank for rank in takers if rank in members]
     return f"rank {behind[0]} does not hold the step" if behind else ""
+
+
+def shrunk(lost: tuple[int, ...], why: str, left: int, total: int) -> str:
+    """What is noted where `left` of `total` ranks go on; `why` the others could not get new processes."""
+    return f"{named(lost)} could not get new processes ({why}): training goes on with {left} of {total} ranks"
 
 
 def named(ranks: tuple[int, ...]) -> str:

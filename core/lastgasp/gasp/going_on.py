@@ -1,9 +1,25 @@
-"""A job that another backend leads goes on with fewer ranks, or with all again: what the controller is told before."""
+"""A job goes on with fewer ranks, or with all again: what the controller is told before."""
 
 from __future__ import annotations
 
+import msgspec
+
 from .again import Again
 from .wire import Message
+
+
+class Fewer(msgspec.Struct, frozen=True, array_like=True):
+    """Whether, and how, a training may be entered again with fewer ranks.
+
+    Attributes:
+        may: it may.
+        why: what stands in the way, in words; empty where nobody has asked for it (an `ElasticLoader`).
+        parts: the equal parts that a step has, which its ranks must share evenly; 0: they need not.
+    """
+
+    may: bool = False
+    why: str = ""
+    parts: int = 0
 
 
 class Resize(Message, frozen=True, kw_only=True):

@@ -19,13 +19,13 @@ import msgspec
 
 from lastgasp.events import Ending, Fault
 
+from . import fewer_ranks
 from . import messages as m
 from .actions import Action, Kill, RecordPhase, Remark, Send
 from .again import NEW, Again, Offer
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, SavePlan
-from .fewer_ranks import FEWER, GROWN, SHRUNK, UNSAVED, by_handlers_cannot, named, vanished
 from .machine import MARGIN, Machine
 from .members import Member
 from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
@@ -84,8 +84,8 @@ class Ladder(Machine):
     """What follows the save of a step that only one rank holds."""
     _late: bool = False
     """Ranks that did not enter in time are known."""
-    _elastic: set[int] = field(default_factory=set)
-    """Ranks that can go on with fewer."""
+    _fewer: dict[int, m.Fewer] = field(default_factory=dict)
+    """Whether ranks can go on with fewer."""
     _stubborn: set[int] = field(default_factory=set)
     """Ranks that raised what would come again."""
     _growing: tuple[int, ...] = ()
@@ -116,8 +116,7 @@ class Ladder(Machine):
         self.began_at = max(self.began_at, message.step)
         if message.entered:
             self._entered.add(member.rank)
-        if message.elastic:
-            self._elastic.add(member.rank)
+        self._fewer[member.rank] = message.fewer
         actions = super()._on_begin(member, message, now)
         if self.state != "preparing" or not self.holders:
             return actions
@@ -167,25 +166,22 @@ class Ladder(Machine):
             return ()
         if self._by_handlers and self.offer is not None and len(grow) != self.offer.complete:
             return ()  # they know the complete job alone, and the rest may still come
-        self.not_grown = self._cannot_grow()
+        if any(said.parts % len(grow) for said in self._fewer.values()):
+            return ()  # the same
+        caps, one = {self._recovery.get(rank, "") for rank in self._here}, len(self.replicas) == 1
+        self.not_grown = fewer_ranks.cannot_grow(caps, self._elastic >= self._here, one, by_handlers=self._by_handlers)
         return () if self.not_grown else grow
 
-    def _cannot_grow(self) -> str:
-        """Why nobody can be taken in; empty where they can."""
-        caps = {self._recovery.get(rank, "") for rank in self._here}
-        allowed = ("auto", "replace", "retry", "fewer") if self._by_handlers else ("auto", "replace")
-        if len(caps) != 1 or not caps <= {*allowed}:
-            return "not every rank can be entered again with new ones"
-        if len(self.replicas) != 1 and not self._by_handlers:
-            return "the ranks do not all hold the same state"
-        asked = "has asked for it (enable_zit)" if self._by_handlers else "trains with an ElasticLoader"
-        return "" if self._elastic >= self._here else f"not every rank {asked}"
+    @property
+    def _elastic(self) -> set[int]:
+        """Ranks that can go on with fewer."""
+        return {rank for rank, said in self._fewer.items() if said.may}
 
     def _grow(self, now: float) -> list[Action]:
         """All have answered: enter again with those that wait, or train on.
 
         The step is not saved, even where one rank alone holds it: that is no worse than before. But handlers tear down
-        what a save would need, so with them it is.
+        what a save would need, so with them it is; and where all begin with files.
         """
         decision = self._decide()
         chosen = self._choose(decision)
@@ -194,7 +190,8 @@ class Ladder(Machine):
             return self._train_on()
         self._growing = ()
         phases: list[Action] = [RecordPhase(phase="detected"), RecordPhase(phase="agreed")]
-        if self._by_handlers and isinstance(decision, SavePlan) and self._fewest(chosen) < 2:
+        alone = self._from_files or (self._by_handlers and self._fewest(chosen) < 2)
+        if alone and isinstance(decision, SavePlan):
             self._once_saved = msgspec.structs.replace(chosen, saved=True)
             return phases + super()._carry_out(decision, now)
         return phases + self._enter_again(chosen, 0)
@@ -202,9 +199,9 @@ class Ladder(Machine):
     def _train_on(self) -> list[Action]:
         """What the ranks were stopped for is not to be."""
         self._growing, self.state, self.reach, self._asked_again = (), "running", -1, 0
-        self._awaited = set()
+        self._awaited, self.plan = set(), 0
         for member in self.members.values():
-            member.prepared = None
+            member.prepared, member.failed, member.failures = None, "", 0
         order = m.Prepare(recovery=self.recovery, faults=(), target=m.CALLED_OFF)
         return [Send(rank=rank, message=order) for rank in self._here]
 
@@ -271,12 +268,17 @@ class Ladder(Machine):
         again, self._once_saved = self._once_saved, None
         if again is None or (ending != "saved" and NEW not in again.members):
             return super()._end(ending, reason)
+        if ending != "saved" and self._from_files:
+            if self.faults:
+                return super()._end(ending, reason)
+            self.not_grown, self.grown = fewer_ranks.NOT_GROWN.format(why=reason), ""
+            return [Remark(text=self.not_grown), *self._train_on()]
         if self._lost_ranks() != again.lost:
             self.not_in_place, self.shrunk = "another rank was lost while the step was saved", ""
             self.grown = ""
             return super()._end(ending, reason)
         if ending != "saved":  # without a fault: those that wait are taken in all the same
-            self.grown += UNSAVED.format(why=reason)
+            self.grown += fewer_ranks.UNSAVED.format(why=reason)
             return self._enter_again(msgspec.structs.replace(again, saved=False), 0)
         return self._enter_again(again, self.outcome.lost or 0)
 
@@ -295,15 +297,15 @@ class Ladder(Machine):
         members = self._growing
         if members:
             if lost:
-                return f"{named(lost)} did not answer"
-            self.grown = GROWN.format(new=members.count(NEW), all=len(members))
+                return f"{fewer_ranks.named(lost)} did not answer"
+            self.grown = fewer_ranks.GROWN.format(new=members.count(NEW), all=len(members))
         elif lost and (why := self._no_process()):
             members = tuple(rank for rank in range(self.world_size) if rank not in lost)
             if not (self.offer.least or (self._by_handlers and self._elastic >= self._here)):
                 return why
             if cannot := self._cannot_shrink(members, takers):
                 return f"{why}; the job cannot go on with fewer ranks: {cannot}"
-            self.shrunk = SHRUNK.format(lost=named(lost), why=why, left=len(members), all=self.world_size)
+            self.shrunk = fewer_ranks.shrunk(lost, why, len(members), self.world_size)
         source = min(holders, key=lambda rank: (self.members[rank].fault is not None, rank), default=-1)
         return Again(
             incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost,
@@ -369,7 +371,7 @@ class Ladder(Machine):
         if cap in ("restart", "save"):
             return f"recovery={cap}"
         if self._by_handlers and self.offer and self.world_size < self.offer.complete and not self._growing:
-            return FEWER
+            return fewer_ranks.FEWER
         if lost and cap in ("retry", "fewer") and not (self._by_handlers and self._elastic >= self._here):
             return f"recovery={cap}: no rank is replaced"
         if lost and cap == "later":
@@ -420,12 +422,10 @@ class Ladder(Machine):
         if len(members) < self.offer.least:
             return f"{self.offer.least} are the fewest, {len(members)} are left"
         if self._by_handlers:
-            return by_handlers_cannot(members, takers, self._elastic, self.offer.host)
-        if len(self.replicas) != 1:
-            return "its ranks do not all hold the same state"
-        if rigid := [rank for rank in members if rank not in self._elastic]:
-            return f"rank {rigid[0]} does not train with an ElasticLoader"
-        return ""
+            return fewer_ranks.by_handlers_cannot(members, takers, self._elastic, self.offer.host)
+        if why := fewer_ranks.cannot_share(members, self._fewer, len(members)):
+            return why
+        return "" if len(self.replicas) == 1 else "its ranks do not all hold the same state"
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)
@@ -436,7 +436,7 @@ class Ladder(Machine):
             remarks = []
         pids = tuple(member.pid for member in self.members.values() if member.pid)
         ends = tuple(end for one in self.members.values() if one.prepared is not None for end in one.prepared.ends)
-        again = msgspec.structs.replace(again, pids=pids, ends=ends, vanished=vanished(again, self.address))
+        again = msgspec.structs.replace(again, pids=pids, ends=ends, vanished=fewer_ranks.vanished(again, self.address))
         self.again, out = again, self.outcome
         holders = tuple(rank for rank in range(self.world_size) if rank not in again.takers)
         self.state, out.ending, out.step, out.savers = "over", "in_place", again.step, holders or out.savers

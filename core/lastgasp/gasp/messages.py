@@ -33,6 +33,7 @@ from .buddy_messages import Sender as Sender
 from .buddy_messages import Sends as Sends
 from .buddy_messages import Took as Took
 from .cards import WorkerCard
+from .going_on import Fewer as Fewer
 from .going_on import Resize as Resize
 from .going_on import ResizeNoted as ResizeNoted
 from .keeping import Agreed as Agreed
@@ -58,7 +59,8 @@ from .wire import proof as proof
 from .wire import proven as proven
 
 T = TypeVar("T")
-PROTOCOL = 12
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+PROTOCOL = 13
 MAX_GREETING, MAX_FRAME = 64 * 1024, 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
@@ -140,8 +142,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """`Arena.identity`."""
     from_files: bool = False
     """Entered again, this rank begins with the newest checkpoint, and not with what ranks hold in memory."""
-    elastic: bool = False
-    """Its training may be entered again with fewer ranks."""
+    fewer: Fewer = Fewer()
+    """Whether its training may be entered again with fewer ranks."""
     buddy: bool = False
     """Steps of its arena are to go to a partner host."""
 
@@ -445,6 +447,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except _BAD as error:
         raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
-
-
-_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)

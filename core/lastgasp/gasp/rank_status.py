@@ -16,6 +16,7 @@ from lastgasp.events import Ending
 from lastgasp.ports import Repaired
 
 from .again import Again
+from .going_on import Fewer
 from .messages import Phase, Release, one_line
 
 log = logging.getLogger("lastgasp")
@@ -76,7 +77,7 @@ class RankStatus:
         entered: False while the training is about to be entered again.
         from_files: entered again, it begins with the newest checkpoint (`messages.Begin`).
         cut_off: called when ranks are missing from now on whose hosts, with these addresses, may have vanished.
-        elastic: entered again, it may be with fewer ranks (`messages.Begin`).
+        fewer: whether it may be with fewer ranks then (`messages.Begin`).
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
         passing: the exception that ended the training may not come again in the same step.
     """
@@ -98,7 +99,8 @@ class RankStatus:
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
-        self._held = self.asked_to_stop = self.elastic = False
+        self._held = self.asked_to_stop = False
+        self.fewer = Fewer()
         self._gate = threading.Condition()
         self._over = threading.Event()
         self._limit = 0.0

@@ -28,11 +28,13 @@ from lastgasp.checkpoint.manifest_lookup import has_manifest
 from lastgasp.config import Recovery
 from lastgasp.errors import CheckpointError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp import leaving
-from lastgasp.gasp.again import INCARNATION, Again
+from lastgasp.gasp.again import INCARNATION, NEW, Again
+from lastgasp.gasp.going_on import Fewer
+from lastgasp.gasp.joining import order_when_taken_in, tell_code
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Layout, SaveResult
-from lastgasp.pytorch.cut import cut_connections, outside
+from lastgasp.pytorch.cut import cut_connections, cut_hosts, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups
 from lastgasp.pytorch.loop import joining
@@ -44,6 +46,8 @@ log = logging.getLogger("lastgasp")
 
 JOIN = 60.0
 """Seconds that a new process has to come to the training, at least."""
+NOT_FEWER = Fewer(why="what trains here knows no training with fewer ranks")
+
 
 class EnteredFromFiles:
     """One training of this process; all of it is called on the main thread.
@@ -57,6 +61,7 @@ class EnteredFromFiles:
         new: this process has just taken the place of a dead rank.
         life: where MindIO leads, the run of the entry before, which goes on; None otherwise, and in a new process.
         begun: the step with which this entry began.
+        resized: ranks are missing since this entry, or are there again, and this rank is the one to tell of it.
     """
 
     def __init__(self, why: str = "", values: UserValues | None = None) -> None:
@@ -65,8 +70,23 @@ class EnteredFromFiles:
         self._status: RankStatus | None = None
         self.life: AdapterRun | None = None
         self._from: Again | None = None
+        self._rank, self.resized = 0, False
         self.begun = 0
         self.new = order_of_this_process() is not None  # otherwise it begins as all others do
+
+    def wait(self) -> bool:
+        """Before anything that ranks do together: a process for a missing rank waits here until it is taken in.
+
+        Whoever trains with fewer ranks says here what code it runs.
+
+        Returns:
+            Whether it was one: `RANK` and `WORLD_SIZE` are others now.
+
+        Raises:
+            SystemExit: there is no place for it any more.
+        """
+        tell_code()
+        return order_when_taken_in() is not None
 
     def join(self) -> None:
         """Where MindIO may start single processes anew, join it now: before the process group is made, on all ranks.
@@ -84,12 +104,16 @@ class EnteredFromFiles:
         if self._from is not None and self._from.lost:
             dist.barrier()  # a new process has joined the controller before it is asked with the others
 
-    def offer(self, life: AdapterRun, recovery: Recovery, asked: bool = True, files: Files | None = None) -> None:
+    def offer(
+        self, life: AdapterRun, recovery: Recovery, asked: bool = True, files: Files | None = None, *,
+        fewer: Fewer = NOT_FEWER,
+    ) -> None:  # fmt: skip
         """Say which faults of this run may be answered in place. Before it begins.
 
         Args:
             asked: by the user; otherwise nobody is warned where it cannot be.
             files: where checkpoints stand; left out, MindIO's orders are answered with a dump and a restart.
+            fewer: whether it may go on with fewer ranks, whose numbers `reset` (of `goes_on`) finds in the environment.
         """
         self._status = status = life.session.status
         if life.session.backend.backend != "embedded" and files is not None and life.place.world_size > 1:
@@ -102,6 +126,7 @@ class EnteredFromFiles:
                 log.log(level, "this training cannot be entered again: %s. After a fault the job restarts", self.why)
         elif life.session.backend.backend == "embedded":
             status.recovery, status.from_files, status.ends = recovery, True, outside
+            status.fewer, status.cut_off, self._rank = fewer, cut_hosts, life.place.rank
             life.before_again = self._agreed
             if self._values is not None:
                 status.cannot_again = self._values.cannot
@@ -142,7 +167,7 @@ class EnteredFromFiles:
             self.life.failed(error)
 
     def _agreed(self, again: Again) -> None:
-        self._again = again
+        self._again = again.for_rank(self._rank)
 
     @property
     def patience(self) -> float:
@@ -195,10 +220,12 @@ class EnteredFromFiles:
         _forget(error)
         if self._values is not None:
             self._values.put_back()
+        os.environ.update(again.environment)
+        stay = [number for number, before in enumerate(again.members) if before != NEW]
+        self.resized = again.rank in stay[:1]
         reset()
         drop_groups(list(wrapped))
         gc.collect()
-        os.environ.update(again.environment)
 
 
 @dataclass(frozen=True)

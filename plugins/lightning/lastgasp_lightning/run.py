@@ -18,7 +18,7 @@ from lastgasp.adapter import (
     StateSource,
     Training,
 )
-from lastgasp.adapter.again import Recovery, users_handler
+from lastgasp.adapter.again import Fewer, Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.checkpoint import Staged
 from lastgasp.adapter.torch import (
@@ -243,7 +243,7 @@ class LightningRun(Training):
         life.on_close(self._replicas.remove)
         life.bind(self)
         self.elastic.mark(step)
-        self.session.status.elastic = self._again_here.elastic()
+        self.session.status.fewer = Fewer(self._again_here.elastic())
         self._again_here.agree_on_fewer()
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if reason := self.state.position.inexact:

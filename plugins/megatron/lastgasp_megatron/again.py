@@ -15,6 +15,7 @@ from torch import distributed
 from lastgasp.adapter import asked_recovery, cause_of, recovery_here
 from lastgasp.adapter.again import Recovery
 from lastgasp_megatron.abandon import abandon_saves, cannot_abandon
+from lastgasp_megatron.fewer import numbered
 from lastgasp_megatron.lead import leads_itself
 from lastgasp_megatron.ranks import device
 from lastgasp_megatron.script import ScriptValues
@@ -81,6 +82,11 @@ class Pretrain:
             None if settings is None else copy.deepcopy(settings),
         )
 
+    @property
+    def parsed(self) -> bool:
+        """Its options were parsed before it was called."""
+        return self._global is not None
+
     def joins(self) -> bool:
         """Whether a new process could take a lost rank's place in this call, as far as is known before it."""
         args = self._global
@@ -106,6 +112,7 @@ class Pretrain:
 
             vars(self._global).clear()
             vars(self._global).update(settings)
+            numbered(self._global)
             set_global_variables(self._global)
 
 

@@ -41,7 +41,7 @@ class Training:
         self._check = check
         self._run: Run | None = None
         self._again: EnteredFromFiles | None = None
-        self._trained = self._outside = False
+        self._trained = self._outside = self._parsed = False
         self._told: BaseException | None = None
 
     def hooks(self) -> list[Hook]:
@@ -66,6 +66,9 @@ class Training:
         """The entire training, which has ended well only when this returns; called again for a recovery in place."""
         pretrain, self._trained = Pretrain(args, kwargs, first=not self._trained), True
         self._again = again = EnteredFromFiles(pretrain.why, pretrain.values)
+        self._parsed = pretrain.parsed
+        if again.wait():
+            pretrain.reset()
         if pretrain.joins():
             again.join()
         while True:
@@ -108,7 +111,7 @@ class Training:
         megatron = get_args()
         if getattr(megatron, "skip_train", False) or leads_itself(megatron) or not saves(megatron):
             return call(*args, **kwargs)
-        self._run = run = Run(megatron, self._again)
+        self._run = run = Run(megatron, self._again, self._parsed)
         atexit.register(self._at_exit)
         try:
             run.choose()

@@ -17,6 +17,7 @@ from lastgasp_megatron.again import not_again, recovery_for
 from lastgasp_megatron.args import options_of
 from lastgasp_megatron.compose import file_in_checkpoint
 from lastgasp_megatron.exits import ends_at, verdict_of
+from lastgasp_megatron.fewer import fewer_of, note_of
 from lastgasp_megatron.keeping import needs_arenas
 from lastgasp_megatron.left import save_left
 from lastgasp_megatron.marks import MegatronMarks
@@ -40,6 +41,7 @@ class Run:
     Args:
         args: Megatron's namespace.
         again: has the training entered again after a fault; None where it was not begun by `pretrain`.
+        parsed: its options were parsed before `pretrain` was called.
 
     Attributes:
         life: connects, begins, ends (`AdapterRun`); state: there once the model is bound; chunks: the model's.
@@ -52,9 +54,10 @@ class Run:
     state: MegatronState
     chunks: Sequence[Any] = ()
 
-    def __init__(self, args: Any, again: EnteredFromFiles | None) -> None:
+    def __init__(self, args: Any, again: EnteredFromFiles | None, parsed: bool = False) -> None:
         refuse(args)
         self.args, self._again, self._options, found = args, again, options_of(args), versions()
+        self._parsed = parsed
         self._asked = asked_recovery(getattr(args, "lastgasp_recovery", None)) is not None
         self._recovery = recovery_for(args)
         self._arena = arena_of(getattr(args, "lastgasp_arena", None))
@@ -132,7 +135,9 @@ class Run:
             again.why = again.why or not_again(self.args)
             again.begins_with(step)
             files = Files(lambda number: checkpoint_path(directory, number), LAYOUT)
-            again.offer(self.life, self._recovery, self._asked, files)
+            again.offer(self.life, self._recovery, self._asked, files, fewer=fewer_of(self.args, self._parsed))
+            if again.resized and (note := note_of(self.args, step)):
+                self.session.note(note)
         if self.marks is not None:
             self.marks.place()
         if unknown := not_known(self.args):

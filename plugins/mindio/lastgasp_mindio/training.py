@@ -28,7 +28,7 @@ from lastgasp.adapter import (
     place_in_job,
 )
 from lastgasp.adapter import torch as shared
-from lastgasp.adapter.again import Again, SigtermBetween
+from lastgasp.adapter.again import Again, Fewer, SigtermBetween
 from lastgasp_mindio import elastic, settings
 from lastgasp_mindio.again import Repair, Stopper, tell_replacements, told
 from lastgasp_mindio.callgroups import CallGroups
@@ -90,10 +90,10 @@ class Protection:
         self._stopper: Stopper | None = None
         if wishes.dp is not None:
             why = elastic.cannot(groups, wishes, len(infos))
-            status.elastic = not why
+            status.fewer = Fewer(not why)
             if why:
                 say(f"the job does not go on with fewer ranks (enable_zit), it restarts: {why}", place.rank)
-        if recovery := wishes.recovery or ("fewer" if status.elastic else ""):
+        if recovery := wishes.recovery or ("fewer" if status.fewer.may else ""):
             status.recovery, self.run.before_again = recovery, self._agreed
             self._stopper = Stopper(self.saver, status.wait_over, lambda: self._state in BAD_DATA)
 

@@ -5,15 +5,19 @@ No line of lastgasp stands here. With `LOSSES_DIR` each rank that has a loss app
 of the script say: the number of micro-batches, and a random number. With `NAN_AT` the loss of that iteration is NaN,
 and Megatron's rerun machine is asked about each, as pretrain_gpt.py does. With `HOLD` no rank comes to the end of the
 iteration behind `HOLD_AT` completed ones before that file exists; with `HOLDS` (iterations) neither to that of each of
-those before there is a file `HOLD`-iteration. Each forward pass of an evaluation takes `SLOW_EVALUATION` seconds
-longer. With `DIES_AGAIN` that rank kills itself when it makes its data sets in a training that is entered again in
-place; with `DIES_STARTING` the new process of that rank does, before it meets the others. `TEST_DEVICE_FAULT` and
+those before there is a file `HOLD`-iteration, and a new process for a rank that is missing not to its training before
+there is a file `grow` beside it. Each forward pass of an evaluation takes `SLOW_EVALUATION` seconds
+longer. With `SAMPLES` each process appends to `samples-PID` what its micro-batches are of (`note_samples`).
+With `DIES_AGAIN` (a rank, or `R in I` for one incarnation) that rank kills itself when it makes its data sets in a
+training that is entered again in place; with
+`DIES_STARTING` the new process of that rank does, before it meets the others. `TEST_DEVICE_FAULT` and
 `TEST_SECOND_FAULT` bring what `support.again_faults` says; `LOSSES_DIR` is its folder.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import os
 import random
@@ -61,11 +65,17 @@ NOISE = random.Random(5)
 
 def hold(file: Path) -> None:
     """Wait for it."""
-    deadline, done = time.monotonic() + PATIENCE, get_args().curr_iteration
+    done = get_args().curr_iteration
     if str(done) in os.environ.get("HOLDS", "").split(","):
         file = file.with_name(f"{file.name}-{done}")
     elif done != HOLD_AT:
         return
+    wait_for(file)
+
+
+def wait_for(file: Path) -> None:
+    """A while."""
+    deadline = time.monotonic() + PATIENCE
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -88,6 +98,15 @@ def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
+def note_samples(tokens: torch.Tensor, training: bool) -> None:
+    """Append what this micro-batch is of, and a digest of each of its samples."""
+    args, when = get_args(), [os.environ.get(n, "0") for n in ("TORCHELASTIC_RESTART_COUNT", "LASTGASP_INCARNATION")]
+    what = "train" if training else "evaluate"
+    digests = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in tokens]
+    with Path(os.environ["LOSSES_DIR"], f"samples-{os.getpid()}").open("a") as log:
+        print(what, args.curr_iteration, *when, args.rank, args.world_size, *digests, file=log)
+
+
 def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     """One micro-batch; every rank reads it for itself."""
     SEEN.append(get_args().curr_iteration)
@@ -100,6 +119,8 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
     if os.environ.get(again_faults.DEVICE):
         again_faults.device_fault(get_args().curr_iteration)
     batch = next(iterator)
+    if os.environ.get("SAMPLES"):
+        note_samples(batch["tokens"], model.training)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])
 
@@ -108,7 +129,8 @@ def datasets(numbers: list[int], vp_stage: int | None = None) -> Any:
     """Mock data: the same on every run, and for each part of a stage (`vp_stage`)."""
     args = get_args()
     again_faults.at("data sets")
-    if os.environ.get("LASTGASP_INCARNATION") and os.environ.get("DIES_AGAIN") == str(args.rank):
+    incarnation = os.environ.get("LASTGASP_INCARNATION")
+    if incarnation and os.environ.get("DIES_AGAIN") in (str(args.rank), f"{args.rank} in {incarnation}"):
         os.kill(os.getpid(), signal.SIGKILL)
     config = GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=None, split="90,10,0",
@@ -124,5 +146,7 @@ if __name__ == "__main__":
     if os.environ.get(again_faults.VARIABLE):
         again_faults.install(Path(os.environ["LOSSES_DIR"]), again_faults.FROM_FILES)
     args = parse_and_validate_args()
+    if os.environ.get("LASTGASP_JOINS") and os.environ.get("HOLD"):
+        wait_for(Path(os.environ["HOLD"]).with_name("grow"))
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

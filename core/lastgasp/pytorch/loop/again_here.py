@@ -18,6 +18,7 @@ from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import NEW, Again
+from lastgasp.gasp.going_on import Fewer
 from lastgasp.ports import Layout, StateSource
 from lastgasp.pytorch.cut import cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
@@ -71,7 +72,7 @@ class AgainHere:
         elif entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
             status.ends = outside
-            status.elastic, status.cut_off = self.elastic(), cut_hosts
+            status.fewer, status.cut_off = Fewer(self.elastic()), cut_hosts
             status.cannot_again, run.life.before_again, self._bytes = self._cannot_here, self.keep, -1
             entry.objects = entry.objects or self.objects()
 
@@ -231,7 +232,7 @@ class AgainHere:
             values = self.values() if gives and run.place.rank == again.source else b""
             memory = Memory(again.step, checkpoint, durable, run.source.present, values)
             place = place_after(run.place, again)
-            known = TakenAlong((status.recovery, status.elastic), run.users_handler, run.life.alike, between)
+            known = TakenAlong((status.recovery, status.fewer), run.users_handler, run.life.alike, between)
             source = self.source_of(memory, place)
             join, steps = partial(joined, self._make, self.contact), (memory.step, memory.durable)
             enters = partial(rejoin, join, place, steps, FromMemory(memory.step, source), known)
@@ -366,12 +367,12 @@ class TakenAlong:
     """What a rank takes along from one incarnation to the next.
 
     Attributes:
-        status: `recovery` and `elastic` of its status.
+        status: `recovery` and `fewer` of its status.
         users_handler, between: as of `Held`.
         alike: all ranks that should be replicas held the same.
     """
 
-    status: tuple[str, bool]
+    status: tuple[str, Fewer]
     users_handler: Any
     alike: bool
     between: SigtermBetween
@@ -384,7 +385,7 @@ def rejoin(
     life = join(place)
     life.alike_before = known.alike
     try:
-        life.session.status.recovery, life.session.status.elastic = known.status
+        life.session.status.recovery, life.session.status.fewer = known.status
         known.between.step_aside()
         life.enter_again(HeldTraining(source), *steps, known.users_handler)
     except BaseException:

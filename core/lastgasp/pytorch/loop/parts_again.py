@@ -63,7 +63,7 @@ class PartsAgain(AgainHere):
         source = run.shards.held(again.step)
         memory = self.beside(again, source)
         run.life.source.inner, status.cannot_again = source, str  # which do not keep the model alive
-        known = TakenAlong((status.recovery, status.elastic), run.users_handler, run.life.alike, between)
+        known = TakenAlong((status.recovery, status.fewer), run.users_handler, run.life.alike, between)
         join = partial(joined, self._make, self.reach())
         durable = again.step if again.saved else status.durable
         run.entry.keep(
