@@ -164,11 +164,11 @@ def test_nobody_is_taken_in_before_the_others_have_completed_a_step(
     directory, log = tmp_path / "d", tmp_path / "faults.log"
     variables = {"LASTGASP_FAULT": KILLED, "LASTGASP_FAULT_LOG": str(log), mindx.SCALE_OUT: str(log)}
     with used(TORCH, tmp_path, monkeypatch) as trace:
-        with running(tmp_path, LOOP.job(directory), **POD, **SOON, **variables) as [started]:
-            until(log.exists, "a rank is killed in the step behind the gate")
-            (directory / "go-3").unlink()
+        command, stay = LOOP.job(directory), directory / "stay-1"
+        stay.touch()
+        with running(tmp_path, command, **POD, **SOON, **variables) as [started]:
             until(lambda: len(trace.events("stop", 0)) == 2, "the ranks are stopped for the new one")
-            (directory / "go-3").touch()
+            stay.unlink()
             assert started.code() == 0, started.output[-8000:]
         assert trace.events("zit_upgrade_rebuild_failed", 0) and trace.events("upgraded") == []
     LOOP.dumped(tmp_path, undisturbed, step=3)

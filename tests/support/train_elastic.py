@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.joining import JOINS
 from lastgasp.pytorch import ElasticLoader, Session, TorchState, train
 from support import again_faults
@@ -83,7 +84,7 @@ def training(args: argparse.Namespace) -> None:
         note(args.dir, f"entered {os.getpid()} {s.step} {dist.get_rank()} {dist.get_world_size()}")
         for _ in s.epochs(1000):
             for step in s.batches(loader):
-                while s.step in GATES and not (args.dir / f"go-{s.step}").exists():
+                while is_held(args.dir, s.step):
                     s.alive()
                     time.sleep(0.01)
                 optimizer.zero_grad()
@@ -96,6 +97,12 @@ def training(args: argparse.Namespace) -> None:
     if args.final and dist.get_rank() == 0:
         torch.save({**net.state_dict(), "lr": torch.tensor(schedule.get_last_lr())}, args.final)
     dist.destroy_process_group()
+
+
+def is_held(directory: Path, completed: int) -> bool:
+    """Whether ranks wait here: at a gate that is closed, or at any in the incarnation for which there is `stay-N`."""
+    stay = directory / f"stay-{os.environ.get(INCARNATION, '0')}"
+    return completed in GATES and (stay.exists() or not (directory / f"go-{completed}").exists())
 
 
 def tell(directory: Path, loader: ElasticLoader, step: Any, completed: int) -> None:
