@@ -54,7 +54,7 @@ from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with
 from lastgasp.pytorch.statedigest import digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
 from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
-from lastgasp.trailer import split_trailer
+from lastgasp.trailer import split_trailer, with_trailer
 
 __all__ = [
     "CHANGED",
@@ -144,6 +144,7 @@ __all__ = [
     "watch_replicas",
     "with_added",
     "with_assignment",
+    "with_trailer",
     "without_buffers",
     "without_crc32",
 ]

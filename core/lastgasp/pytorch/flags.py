@@ -67,7 +67,7 @@ class Flags:
         """Have them be as recorded; None leaves them alone. Gradients that are missing become zeros.
 
         Args:
-            tell: log what has changed by it.
+            tell: log what has changed by it; not that all modules are in the other mode, which loops set by themselves.
         """
         if record is None:
             return
@@ -80,10 +80,13 @@ class Flags:
             if parameter.requires_grad != (name not in frozen):
                 parameter.requires_grad_(name not in frozen)
                 changed.append(f"{name} is {'frozen' if name in frozen else 'trained'}")
+        below = [(name, module.training) for name, module in zip(self._names[1], self._modules, strict=True) if name]
+        whole = len({on for _, on in below}) == len({name in evaluating for name, _ in below}) == 1
         for name, module in zip(self._names[1], self._modules, strict=True):
             if module.training != (name not in evaluating):
                 module.training = name not in evaluating
-                changed.append(f"{name or 'the model'} is in {'training' if module.training else 'evaluation'} mode")
+                mode = "training" if module.training else "evaluation"
+                changed += [] if whole else [f"{name or 'the model'} is in {mode} mode"]
         if changed and tell and os.environ.get("RANK", "0") == "0":
             what = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             log.warning("as when the checkpoint was saved, not as the script has set it: %s", what)

@@ -45,10 +45,15 @@ class Unsaved:
         module: its buffers count.
         roots: whose plain values count; those of the modules in `module` if it is None.
         saved: what checkpoints hold besides weights, for people.
+        whose: whether the plain values of a class count.
     """
 
-    def __init__(self, module: nn.Module, roots: Iterable[Root] | None = None, saved: str = "get_extra_state") -> None:
+    def __init__(
+        self, module: nn.Module, roots: Iterable[Root] | None = None, saved: str = "get_extra_state",
+        whose: Callable[[type], bool] = is_users,
+    ) -> None:  # fmt: skip
         self._module, self._roots, self._saved = module, None if roots is None else list(roots), saved
+        self._whose = whose
         self._before, self._modules_before = dict(self._values()), self._held_modules()
 
     def since(self, earlier: Values | None, places: tuple[str, ...] = ("",)) -> Values:
@@ -99,7 +104,7 @@ class Unsaved:
     def _users(self) -> Iterator[tuple[str, dict[str, Any]]]:
         known = Known([*self._module.parameters(), *self._module.buffers()])
         for root in users_parts(self._module) if self._roots is None else self._roots:
-            if is_users(type(root.value)):
+            if self._whose(type(root.value)):
                 held = getattr(root.value, "__dict__", {})
                 yield root.name, {n: value for n, value in held.items() if n not in root.skip and value not in known}
 

@@ -234,13 +234,13 @@ _installed: FaultKit | None = None
 
 
 def install(kit: FaultKit | None) -> None:
-    """Make the module's `fire_at` use `kit`; None uninstalls the current one and logs which faults never happened."""
+    """Make the module's `fire_at` use `kit`; None uninstalls the current one and logs which faults did not happen."""
     global _installed
     if kit is None and _installed is not None:
         for spec in _installed.pending():
             step = "" if spec.step == ANY_STEP else f",step={spec.step}"
             log.warning(
-                "%s: kind=%s,rank=%d,phase=%s%s never happened: this run did not reach it",
+                "%s: kind=%s,rank=%d,phase=%s%s did not happen: this training did not reach it",
                 ENV_FAULT, spec.kind, spec.rank, spec.phase, step,
             )  # fmt: skip
     _installed = kit

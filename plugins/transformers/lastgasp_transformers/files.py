@@ -19,10 +19,13 @@ from lastgasp import adapter
 from lastgasp.adapter import checkpoint
 from lastgasp.adapter.files import unique_temp
 from lastgasp.adapter.torch import as_tensor, decode_aux, with_added
+from lastgasp_transformers.beside import left_out, put_back
 
 LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
 FORMAT, VERSION = "transformers", 1
 _RECORD, _OPTIMIZER = "lastgasp.pt", "optimizer.pt"
+BESIDE = "beside"
+"""In the record: what training changes of the model and `save_pretrained` has not written."""
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """As Trainer's own just-in-time checkpoint has it; it is there while ranks write."""
 _WEIGHTS_ALONE = "has weights alone, or is incomplete: there is no optimizer.pt"
@@ -103,12 +106,13 @@ class OwnSaves(adapter.NativeManifests):
     """Manifests for what Trainer itself saves; the ranks' auxiliary states are put beside its files.
 
     Args:
-        record: makes what goes into the checkpoint from the auxiliary states of the ranks.
+        record: makes what goes into a checkpoint that is written, from the auxiliary states of the ranks.
     """
 
     def __init__(
-        self, writer: adapter.ManifestWriter, session: adapter.Session, record: Callable[[Mapping[int, bytes]], Record]
-    ) -> None:
+        self, writer: adapter.ManifestWriter, session: adapter.Session,
+        record: Callable[[Path, Mapping[int, bytes]], Record],
+    ) -> None:  # fmt: skip
         super().__init__(writer, session.gather, session.status)
         self._record = record
 
@@ -125,7 +129,7 @@ class OwnSaves(adapter.NativeManifests):
 
     def add_aux(self, save: adapter.NativeSave, aux: Mapping[int, bytes]) -> None:
         """On rank 0, when all ranks have written."""
-        torch.save(self._record(aux), save.path / _RECORD)
+        torch.save(self._record(save.path, aux), save.path / _RECORD)
         (save.path / _INCOMPLETE).unlink()
 
     def adopt(self, save: adapter.NativeSave) -> None:
@@ -156,9 +160,24 @@ def write_checkpoint(staged: checkpoint.Staged, trainer: Any, dump: Record, reco
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def bare(trainer: Any) -> Any:
+    """Its model without wrappers."""
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+
+def load_beside(path: Path, trainer: Any, record: Record | None) -> None:
+    """Load what Trainer does not, once: it is taken out of the record.
+
+    Raises:
+        CheckpointMismatch: the model is another one.
+    """
+    if record is not None and (lacking := record.pop(BESIDE, None)):
+        put_back(path, bare(trainer), lacking)
+
+
 def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Record) -> None:
     folder.mkdir()
-    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = bare(trainer)
     if isinstance(model, (PreTrainedModel, getattr(trainer_module, "PeftModel", PreTrainedModel))):  # as Trainer asks
         rank_0_alone = "should_save_on_this_rank"  # and any rank may be the one that is left
         undo = adapter.replace_attribute(model, rank_0_alone, lambda _: lambda *_: True)
@@ -168,6 +187,7 @@ def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Reco
         safetensors.torch.save_file(dump["model"], folder / "model.safetensors", metadata={"format": "pt"})
     if not any(folder.glob("*.safetensors")):
         raise adapter.NotSaveable("save_pretrained() of this model writes no *.safetensors")
+    record = record | {BESIDE: left_out(folder, model, dump["model"], trainer.optimizer)}
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)

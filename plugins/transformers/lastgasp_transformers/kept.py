@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
+from collections import deque
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
+import torch
 from accelerate.state import GradientState
 from torch import nn
-from transformers.trainer_callback import ExportableState
 
 from lastgasp.adapter.again import ONCE, KeptModules, Root, UserValues, is_users, renew_scaler
-from lastgasp.adapter.torch import Unsaved, rng, users_parts
+from lastgasp.adapter.torch import rng
+from lastgasp_transformers.values import is_others
 
+_CONTAINERS, _PLAIN = (list, dict, set, deque), (int, float, str, tuple, torch.Tensor, type(None))
 _NEW = vars(nn.Module())
 _HOOKS = tuple(name for name in _NEW if "hooks" in name and isinstance(_NEW[name], dict))
 
@@ -85,12 +86,13 @@ def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[int, Callabl
 
 
 def _values_of(trainer: Any) -> UserValues:
-    """Of callbacks, of the Trainer and of parts of the model, where their classes are the user's."""
-    callbacks = [one for one in trainer.callback_handler.callbacks if is_users(type(one))]
-    roots = [Root(type(one).__name__, one) for one in callbacks]
+    """Of callbacks and a subclass of Trainer, a package's too, and of parts of the model where they are the user's."""
+    callbacks = [one for one in trainer.callback_handler.callbacks if is_others(type(one))]
+    roots = [Root(type(one).__name__, one, frozenset() if is_users(type(one)) else _of_package(one))
+             for one in callbacks]  # fmt: skip
     modules = [] if trainer.model is None else list(trainer.model.modules())
     roots += [Root(type(one).__name__, one, frozenset(_NEW)) for one in modules if is_users(type(one))]
-    if is_users(type(trainer)):
+    if is_others(type(trainer)):
         roots.append(Root(type(trainer).__name__, trainer, _of_trainer(trainer)))
     tensors = [one for module in modules for one in (*module.parameters(False), *module.buffers(False))]
     values = UserValues(roots, [*modules, *tensors], ONCE)
@@ -100,23 +102,12 @@ def _values_of(trainer: Any) -> UserValues:
     return values
 
 
-def unsaved_of(trainer: Any) -> Unsaved:
-    """What no checkpoint has of callbacks that are no `ExportableState`, of a subclass of Trainer, and of modules."""
-    callbacks = [one for one in trainer.callback_handler.callbacks if not isinstance(one, ExportableState)]
-    roots = [Root(type(one).__name__, one) for one in callbacks]
-    roots.append(Root(type(trainer).__name__, trainer, _names_in(type(trainer))))
-    roots += users_parts(trainer.model)
-    return Unsaved(trainer.model, roots, "get_extra_state of modules, or state of an ExportableState,")
-
-
-def _names_in(cls: type) -> frozenset[str]:
-    """Attributes that code of Trainer's own names: none of them is a subclass's."""
-    theirs = [one for base in cls.__mro__ if not is_users(base) for one in vars(base).values()]
-    functions = [inspect.unwrap(one) for one in theirs if isinstance(one, FunctionType)]
-    return frozenset(name for one in functions for name in one.__code__.co_names)
-
-
 def _of_trainer(trainer: Any) -> frozenset[str]:
-    """Attributes in which nothing of the user's can be."""
-    theirs = (list, dict, set)
-    return frozenset(name for name, v in vars(trainer).items() if not (isinstance(v, theirs) or is_users(type(v))))
+    """Attributes in which nothing of a subclass's can be; which of them there are is kept by `KeptTrainer` itself."""
+    own = vars(trainer).items()
+    return frozenset(name for name, v in own if not isinstance(v, _CONTAINERS) and not is_users(type(v)))
+
+
+def _of_package(callback: Any) -> frozenset[str]:
+    """Attributes of a callback of an installed package that are more than plain values."""
+    return frozenset(name for name, v in vars(callback).items() if not isinstance(v, (*_CONTAINERS, *_PLAIN)))

@@ -25,8 +25,10 @@ from lastgasp.adapter import torch as shared
 from lastgasp.adapter.checkpoint import Candidate, Fit, remove_orphans
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
-from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, path_of, read_record
+from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
+from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, load_beside, path_of, read_record
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
+from lastgasp_transformers.values import CarriedValues
 
 log = logging.getLogger("lastgasp")
 
@@ -48,7 +50,7 @@ _NEEDS = {
 def versions_known() -> str:
     """For the error of a hook that does not fit."""
     there = f"this is {transformers.__version__}"
-    return f"lastgasp knows transformers 5.23, {there}: install that one, or take LastGasp out of the callbacks."
+    return f"lastgasp knows transformers 5.23 and 5.24, {there}: install one, or take LastGasp out of the callbacks."
 
 
 _FSDP = (
@@ -124,6 +126,7 @@ class Run:
         core.on_completed(lambda: trained.append((self._own, number)))
         self.session = core.session
         self._data = shared.PrefetchedData(rng.RngRecorder([trainer.args.device]))
+        self._values = CarriedValues(trainer, place, self.session)
         self._record: Record | None = None
         self._random: bytes | None = None
         self._good: set[Path] = set()
@@ -173,7 +176,7 @@ class Run:
         """Have Trainer load the model, so that another checkpoint can follow where this one does not fit."""
         self._record = read_record(candidate.path)
         if self._trainer.model_init is None:
-            self._trainer._load_from_checkpoint(str(candidate.path))
+            self._load_weights(self._trainer._load_from_checkpoint, str(candidate.path))
             self._loaded = str(candidate.path)
         self._good.add(candidate.path.resolve())
 
@@ -182,7 +185,9 @@ class Run:
         trainer, core, session = self._trainer, self.core, self.session
         if trainer.callback_handler.train_dataloader not in self._loaders[:1]:  # the script had asked for one first
             self._follow(trainer.callback_handler.train_dataloader)
-        self.training = training = Training(trainer, self._data, core.place, session, self._fit.number)
+        self.training = training = Training(
+            trainer, self._data, core.place, session, self._fit.number, self._values
+        )  # fmt: skip
         training.state.as_set = self._set_before(self._as_set or training.state.as_set)  # before one was loaded
         training.loaders = self._loaders
         core.on_close(training.recorder.close, last=True)
@@ -192,8 +197,8 @@ class Run:
             training.write, partial(path_of, core.config.directory), LAYOUT,
             recorder=training.recorder, writer=writer, config=core.config, alike=lambda: core.alike,
         )  # fmt: skip
-        source.present = self._present
-        self._saves = OwnSaves(writer, session, training.record)
+        source.present, source.carried = self._present, self._values.written
+        self._saves = OwnSaves(writer, session, training.record_beside)
         self.marks = marks = shared.LoopMarks(training.state, session, training.step + 1, lambda: None)
         core.on_close(marks.close)
         self._data.fetching, self._data.fetched = self._fetching, marks.fetched
@@ -211,6 +216,8 @@ class Run:
         self._offer(core)
         core.begin(training.step, training.step, users_handler=users if callable(users) else None,
                    device=str(trainer.args.device))  # fmt: skip
+        if (why := why_not_resumed(trainer.model)) and self.rank == 0:
+            session.note(why)
 
     # -- every step ---------------------------------------------------------------------------------------
 
@@ -268,7 +275,13 @@ class Run:
 
     def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
         if path != self._loaded:
-            original(path, *more)
+            self._load_weights(original, path, *more)
+
+    def _load_weights(self, load: Any, path: str, *more: Any) -> None:
+        """As Trainer does, and what it lacks. Of a PeftModel it leaves one adapter active, and alone trained."""
+        with adapters_as_they_are(self._trainer.model):
+            load(path, *more)
+        load_beside(Path(path), self._trainer, self._record)
 
     def _around_load_optimizer_and_scheduler(self, original: Any, checkpoint: Any) -> None:
         trainer = self._trainer
@@ -284,6 +297,9 @@ class Run:
         undo = adapter.replace_attribute(optimizer, "load_state_dict", around)
         try:
             original(checkpoint)
+        except ValueError as error:  # torch's, which names neither the checkpoint nor what to do
+            why = f"the optimizer: {error}. Are the same parameters trained (requires_grad) as when it was saved?"
+            raise adapter.CheckpointMismatch(str(checkpoint), [why]) from error
         finally:
             undo()
 
@@ -318,6 +334,7 @@ class Run:
             self._before = record.get("seconds", 0.0)
             training.began -= self._before
         given["start_time"] -= self._before
+        self._values.starts()
         exact = record is not None and self._return(record, given)
         undo = adapter.replace_attribute(trainer_module, "skip_first_batches", _skip_nothing if exact else lambda f: f)
         try:
@@ -376,7 +393,8 @@ class Run:
         """Trainer's own save of the last step, with a manifest. All ranks call it together."""
         step = self.step
         path = path_of(Path(self._trainer.args.output_dir).absolute(), step)
-        save = adapter.NativeSave(path, LAYOUT, step, self.training.source.capture(step))
+        own = shared.with_trailer(self.training.source.capture(step), self._values.written.wait(step))
+        save = adapter.NativeSave(path, LAYOUT, step, own)
         self.session.progress("save")
         with self.marks.saving():
             if path.resolve() in self._good:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,8 +22,9 @@ from lastgasp import adapter
 from lastgasp.adapter import NotSaveable
 from lastgasp.adapter import torch as shared
 from lastgasp.adapter.checkpoint import Staged
-from lastgasp_transformers.files import VERSION, Record, write_checkpoint
-from lastgasp_transformers.kept import unsaved_of
+from lastgasp_transformers.beside import left_out
+from lastgasp_transformers.files import BESIDE, VERSION, Record, bare, write_checkpoint
+from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, unsaved_of
 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
@@ -59,6 +61,7 @@ class Training(adapter.Training):
         data: what it reads.
         session: the engine's.
         fit: its number in the script.
+        values: what subclasses and callbacks keep.
 
     Attributes:
         loaders: that give the data.
@@ -71,8 +74,10 @@ class Training(adapter.Training):
     """
 
     def __init__(
-        self, trainer: Any, data: shared.PrefetchedData, place: adapter.Place, session: adapter.Session, fit: int
-    ) -> None:
+        self, trainer: Any, data: shared.PrefetchedData, place: adapter.Place, session: adapter.Session, fit: int,
+        values: CarriedValues,
+    ) -> None:  # fmt: skip
+        self._values = values
         self._job = [place.job, fit]
         self.trainer, self._data, self._place, self._session = trainer, data, place, session
         self._optimizer = inner_of(trainer.optimizer)
@@ -167,6 +172,7 @@ class Training(adapter.Training):
         trainer = self.trainer
         self.step, self.last, self.done = int(trainer.state.global_step), last, self.done + 1
         self._capture(self.step, True, trainer._tr_loss)
+        self._values.take(self.step)
         self._boundary = {
             "step": self.step,
             "last": last,
@@ -218,12 +224,13 @@ class Training(adapter.Training):
         """What lastgasp puts into a checkpoint of the boundary, besides what Trainer does."""
         if not self._boundary:
             return self._resumed
-        boundary = self._boundary
+        boundary, (aux, values) = self._boundary, split(aux)
         return {name: boundary[name] for name in _KEPT} | {
             "version": VERSION,
             "job": self._job,
             "world_size": self._place.world_size,
             "small": {rank: data for rank, data in aux.items() if data},
+            VALUES: values,
             "state": {name: boundary["state"][name] for name in _STATE},
             "groups": boundary["torch"].groups,
             "schedulers": boundary["torch"].schedulers,
@@ -232,8 +239,14 @@ class Training(adapter.Training):
             "dtypes": dtypes_of(self.trainer.model),
             "frozen_as_set": self._frozen_as_set,
             "as_set": self.state.as_set.values,
-            "not_saved": "; ".join(filter(None, (self._of_others(aux), *self._missing()))),
+            "not_saved": "; ".join(filter(None, (self._of_others(aux), *self._missing(values)))),
         }
+
+    def record_beside(self, path: Path, aux: Mapping[int, bytes]) -> Record:
+        """The same for a checkpoint that Trainer itself has written there, of what the model is now."""
+        model = bare(self.trainer)
+        lacking = left_out(path, model, model.state_dict(), self._optimizer)
+        return self.record(aux) | {BESIDE: lacking, MODULES: self._values.held.changed()}
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:
         """Write `checkpoint-N`. Enters no collective; called while no update can begin.
@@ -243,14 +256,16 @@ class Training(adapter.Training):
             OSError: the disk refused.
         """
         boundary, rank = self._require(step), self._place.rank
+        aux, values = split(aux)
         if own := self.recorder.read(step):
             aux = {**aux, rank: own}
         tensors = shared.buffers_of(step, aux, self.recorder, [rank]) | self._moving.held(step)
         dump = self.state.dump(boundary["torch"], tensors, None)
-        for missing in filter(None, (self._moving.missing(step), self._of_others(aux), *self._missing())):
+        for missing in filter(None, (self._moving.missing(step), self._of_others(aux), *self._missing(values))):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
-        write_checkpoint(staged, self.trainer, dump, self.record(aux) | {"not_saved": ""},
+        more = {VALUES: values, MODULES: self._values.held.changed(), "not_saved": ""}
+        write_checkpoint(staged, self.trainer, dump, self.record(aux) | more,
                          boundary["state"] | {"stateful_callbacks": callbacks})  # fmt: skip
         if self._require(step) is not boundary:
             raise NotSaveable(f"step {step} ended while it was being written")
@@ -260,8 +275,8 @@ class Training(adapter.Training):
         counted = range(size) if self.state.per_rank_buffers(size) else [0]
         return self.recorder.note_on_buffers(aux, rank, counted)
 
-    def _missing(self) -> list[str]:
-        found = self._unsaved.note(), self._unsaved_data.note(), self._optimizers.note()
+    def _missing(self, values: Mapping[int, bytes]) -> list[str]:
+        found = *self._values.missing(values, self._unsaved), self._unsaved_data.note(), self._optimizers.note()
         return [note for note in found if note]
 
     def _require(self, step: int) -> Record:
@@ -276,7 +291,7 @@ class Training(adapter.Training):
     def restore(self, record: Record, own: bytes | None) -> shared.PrefetchedPosition | None:
         """Stand on the boundary of `record`. Returns where this rank stood in its data, if that is known."""
         trainer, waiting = self.trainer, self._exportable()
-        self._resumed = copy.deepcopy(record)  # what is due may add to it, as to the log
+        self._resumed = copy.deepcopy(record | {MODULES: {}})  # what is due may add to it, as to the log
         self.last = record["last"]
         vars(trainer.state).update(record["state"])
         self._restore_control(record)
@@ -290,6 +305,8 @@ class Training(adapter.Training):
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
             kept = {name: group[name] for name in (_WHICH,) if name in group}
             group.update(values | kept)
+        for lost in self._values.restore(record):
+            self._session.note(lost)
         self._buckets.restore(record["buckets"])
         self._restore_flags(record)
         if missing := record.get("not_saved"):  # of Trainer's own save; of a gasp it was said with the fault

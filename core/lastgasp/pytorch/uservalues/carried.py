@@ -290,6 +290,16 @@ class Carried:
         return any(one.values or one.lost for one in self._ranks.values())
 
     @property
+    def refused(self) -> dict[str, str]:
+        """Values that no process can have again, and why."""
+        return dict(self._refused)
+
+    @property
+    def why(self) -> str:
+        """Why a rank has saved none; empty if all have, but for those that are gone."""
+        return self._why[2:-1]
+
+    @property
     def names(self) -> frozenset[str]:
         """Of the values that the same script can have again."""
         found = {name for one in self._ranks.values() for place in one.values for name in _names(place, one)}
