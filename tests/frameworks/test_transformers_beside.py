@@ -22,7 +22,7 @@ from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
 from lastgasp_transformers.beside import left_out, put_back
 from support.launchers import incidents
-from support.train_transformers import model
+from support.train_transformers import Counting, model
 
 pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
 
@@ -217,6 +217,22 @@ def test_what_cannot_be_had_again_is_named(tmp_path: Path, caplog: pytest.LogCap
     caplog.clear()
     trainer(tmp_path, Reading(), LastGasp()).train()
     assert "begins with the script's value (Reading.stream: it cannot be written)" in caplog.text
+
+
+@pytest.mark.parametrize(("attempt", "steps"), [(1, 12), (0, 7)], ids=["restart", "new job"])
+def test_callbacks_of_the_user_go_on_in_a_restart_alone(
+    attempt: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that ends each job in time counts anew in the next one."""
+    monkeypatch.setenv("LASTGASP_JOB", "night")
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, Counting(), Breaks(5), LastGasp()).train()
+    new_process()
+    monkeypatch.setenv("LASTGASP_ATTEMPT", str(attempt))
+    counting = Counting()
+    trainer(tmp_path, counting, LastGasp()).train()
+    assert counting.steps == steps
+    assert ("Counting.steps: is of another job" in caplog.text) is (attempt == 0)
 
 
 def test_a_model_that_cannot_be_resumed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,7 +305,7 @@ class Training(adapter.Training):
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
             kept = {name: group[name] for name in (_WHICH,) if name in group}
             group.update(values | kept)
-        for lost in self._values.restore(record):
+        for lost in self._values.restore(record, self._is_of_this_job(record)):
             self._session.note(lost)
         self._buckets.restore(record["buckets"])
         self._restore_flags(record)

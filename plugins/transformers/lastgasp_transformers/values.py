@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from lastgasp import adapter
 from lastgasp.adapter import NotSaveable
-from lastgasp.adapter.again import Began, Carried, Root, UserValues, changed
+from lastgasp.adapter.again import Began, Carried, Root, UserValues, changed, is_users
 from lastgasp.adapter.torch import OnDemand, Unsaved, split_trailer, users_parts
 from lastgasp_transformers.held import HeldModules
 
@@ -25,6 +25,7 @@ VALUES, MODULES = "values", "modules"
 """In the record of a checkpoint: by rank, and by name (`HeldModules`)."""
 _NAMED = 4
 """Values that are named."""
+_ANEW = "is of another job, and callbacks of yours begin anew in each"
 _OWN = ("transformers", "accelerate")
 
 
@@ -123,22 +124,33 @@ class CarriedValues:
         lost = f"training has changed what cannot be saved: {', '.join(named)}" if named else ""
         return [note for note in (why, changed, lost) if note]
 
-    def restore(self, record: Mapping[str, Any]) -> list[str]:
+    def restore(self, record: Mapping[str, Any], of_this_job: bool) -> list[str]:
         """Give this process what a checkpoint has. All ranks call it together. Returns what to note, on rank 0.
+
+        Args:
+            of_this_job: saved by it; what callbacks of the user's have counted in another one, up to its end, say, is
+                no matter of this one.
 
         Raises:
             LastgaspError: another rank is gone.
         """
-        notes = [*self.held.put_back(record.get(MODULES, {})), self._restore_values(record)]
+        theirs = [] if of_this_job else [root.name for root in self.roots
+                                         if root.value is not self._trainer and is_users(type(root.value))]  # fmt: skip
+        modules = record.get(MODULES, {})
+        left = [name for name in modules if name.partition(".")[0] in theirs]
+        notes = [f"{name} {_ANEW}" for name in left]
+        notes += self.held.put_back({name: state for name, state in modules.items() if name not in left})
+        notes.append(self._restore_values(record, theirs))
         return [note for note in notes if note and self._place.rank == 0]
 
-    def _restore_values(self, record: Mapping[str, Any]) -> str:
+    def _restore_values(self, record: Mapping[str, Any], theirs: list[str]) -> str:
         world, place = record["world_size"], self._place
         carried = Carried(record.get(VALUES, {}), world)
         if not carried.any:
             return ""
         if world != place.world_size:
             return "what training had changed beside the state begins with the script's values: the ranks are others"
+        carried.leave(theirs, _ANEW)
         refused = carried.prepare(place.rank, self.roots, self._began, self._trainer.args.device)
         return carried.restore(self._session.gather(f"values/{record['job']}/{record['step']}", refused))
 

@@ -8,7 +8,7 @@ number of the process) is the new process's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,6 +242,7 @@ class Carried:
         self._missing = [rank for rank in range(world_size) if rank not in self._ranks]
         self._why = next((f" ({one.why})" for one in read.values() if one.why), "")
         self._refused: dict[str, str] = {}
+        self._left: dict[str, str] = {}
         self._alike()
         self._puts: list[tuple[Root, str, Any, Callable[[], None]]] = []
 
@@ -305,16 +306,20 @@ class Carried:
         found = {name for one in self._ranks.values() for place in one.values for name in _names(place, one)}
         return frozenset(found - self._refused.keys())
 
+    def leave(self, places: Collection[str], why: str) -> None:
+        """Have no rank restore what these objects had. Before `prepare`."""
+        self._left |= {name: why for one in self._ranks.values() for place in places for name in _names(place, one)}
+
     def prepare(self, rank: int, roots: Iterable[Root], began: Began, device: torch.device) -> bytes:
         """Look at what can be restored in this process. Returns what to tell the other ranks."""
         own = self._ranks.get(rank) or next(iter(self._ranks.values()))
-        refused, shared = dict[str, str](), dict[str, Any]()
+        refused, shared = dict(self._left), dict[str, Any]()
         by_name = {root.name: root for root in roots}
         for place, values in own.values.items():
             root, before = by_name.get(place), began.digests.get(place, {})
             for name, value in values.items():
                 full = f"{place}.{name}"
-                if full in self._refused:
+                if full in self._refused or full in self._left:
                     continue
                 here = {i: began.places.exactly(paths) for i, paths in value.kept.items()}
                 other = any(one is None for one in here.values())
