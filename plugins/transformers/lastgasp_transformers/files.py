@@ -20,6 +20,7 @@ from lastgasp.adapter import checkpoint
 from lastgasp.adapter.files import unique_temp
 from lastgasp.adapter.torch import as_tensor, decode_aux, with_added
 from lastgasp_transformers.beside import left_out, put_back
+from lastgasp_transformers.values import VALUES, split
 
 LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
 FORMAT, VERSION = "transformers", 1
@@ -55,6 +56,8 @@ def read_record(path: Path) -> Record | None:
     if found["version"] != VERSION:
         raise ValueError(f"it has lastgasp state of version {found['version']}, this lastgasp reads {VERSION}")
     with_added(found, path, LAYOUT)
+    found["small"], values = split(found["small"])
+    found[VALUES] = values | found.get(VALUES, {})
     return found
 
 
