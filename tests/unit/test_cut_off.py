@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 
 from lastgasp.events import Fault, Incident, Phases, decode_incident
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.attempt import new_incident, write_incident
+from lastgasp.gasp.attempt import new_incident
 from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.gasp.records import write_incident
 from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
 from lastgasp.topology import Place, data_parallel
 from support.fake_controller import HELLO, FakeSource
@@ -141,3 +144,22 @@ def test_only_what_they_saved_of_this_step_in_this_run_counts(tmp_path: Path, ch
     source = FakeSource()
     assert cut_off(tmp_path, source).ending == "saved"
     assert source.done == ["save 3", "publish [1]"]
+
+
+def test_the_folder_of_the_records_belongs_to_whom_the_checkpoints_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher of root's makes it, and the ranks run as another user."""
+    made: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(os, "chown", lambda path, uid, gid: made.append((path.name, uid, gid)))
+    own, others = tmp_path / "own", tmp_path / "others"
+    for folder in (own, others):
+        folder.mkdir()
+    others.chmod(0o770)
+    of_the_others(own)
+    assert made == []
+    monkeypatch.setattr(os, "geteuid", lambda: others.stat().st_uid + 1)
+    of_the_others(others)
+    of_the_others(others)
+    assert made == [("incidents", others.stat().st_uid, others.stat().st_gid)]
+    assert stat.S_IMODE((others / "incidents").stat().st_mode) == 0o770

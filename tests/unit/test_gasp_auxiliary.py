@@ -10,6 +10,7 @@ from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import Action, Remark, Send
 from lastgasp.gasp.again import Offer
 from lastgasp.gasp.auxiliary import LOST_STATE
+from lastgasp.gasp.going_on import Fewer
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.observer import Observer
@@ -165,3 +166,14 @@ def test_another_leader_that_asks_is_answered_with_the_states() -> None:
     machine.gone(1, "killed", "killed", 1, 1.0)
     answer = orders(machine.said(0, m.Consult(step=STEP), 2.0), m.Consulted)
     assert answer == {0: m.Consulted(step=STEP, aux={1: b"one"}, parts={})}
+
+
+def test_where_each_micro_batch_is_seeded_no_random_state_is_lost() -> None:
+    """With an ElasticLoader."""
+    machine = job(Buffers({0: STEP, 1: STEP}, {0: b"zero"}))
+    for rank in range(WORLD):
+        machine.members[rank].begins(m.Begin(step=6, durable=6, buffer_fd=-1, fewer=Fewer(may=True)))
+        machine.said(rank, m.Status(step=7, durable=6, tick=10, phase="forward"), 0.0)
+    saves = recover(machine)
+    assert [order.aux for order in orders(saves, m.Save).values()] == [{0: b"zero", 2: b"two"}]
+    assert remarks(saves) == []

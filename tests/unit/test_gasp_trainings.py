@@ -222,3 +222,17 @@ def test_what_was_held_in_memory_is_not_lost_with_a_later_training(later: bool, 
     job.incidents.resumed(0)
     lost = "step 8 was held in memory alone, and went with the processes: the job went on from step 0"
     assert held.notes == ([] if later else [lost])
+
+
+def test_a_controller_in_another_ones_place_counts_the_same_exception_on(tmp_path: Path) -> None:
+    """A job of one host has grown, and its launcher has begun another controller, which other hosts can reach."""
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        incidents.before = Repeats(LIMIT - 1, FAULT.cause)
+        job = Job(incidents, tmp_path)
+        assert job.machine.weary
+        job.begins(0)
+        job.machine.faults.append(FAULT)
+        job.attempt.note(RecordPhase(phase="detected"))
+        job.attempt.note(RecordPhase(phase="released"))
+        assert job.attempt.repeats.hopeless

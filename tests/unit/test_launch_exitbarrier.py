@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -13,6 +14,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.utils.store import barrier
 
+from lastgasp.gasp import messages as m
 from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch import exitbarrier
@@ -136,5 +138,27 @@ def test_the_controller_counts_the_launchers_that_are_connected() -> None:
         until(lambda: keepers.connected == 1, "one has gone")
         assert (keepers.most, controller.living_launchers(0, 3)) == (2, None), "no rank has joined"
         one.close()
+    finally:
+        controller.stop()
+
+
+def test_a_launcher_that_waits_to_be_taken_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has come back to a job that goes on with fewer ranks, and is connected like all others."""
+    controller = ControllerThread(new_token())
+    keepers, end = controller._controller.keepers, controller.endpoint
+    member: Any = SimpleNamespace(left=True, gone=False)
+    found: Any = SimpleNamespace(
+        hello=SimpleNamespace(incarnation=0), machine=SimpleNamespace(members={0: member}), again=None
+    )
+    monkeypatch.setattr(controller, "_attempt", lambda number: found)
+    try:
+        one, guest = (BufferKeeper(end.address, end.token) for _ in range(2))
+        one.can_fork(m.Forks(attempt=0, cannot=""))
+        until(lambda: keepers.connected == 2 and keepers.taking_part(0) == 1, "both are connected")
+        assert controller.living_launchers(0, 3) == 3
+        found.again = SimpleNamespace(members=(0, 1))
+        assert controller.living_launchers(0, 3) == 2
+        one.close()
+        guest.close()
     finally:
         controller.stop()

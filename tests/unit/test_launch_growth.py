@@ -16,7 +16,7 @@ import pytest
 
 from lastgasp import _clock
 from lastgasp.gasp.again import NEW, Again
-from lastgasp.gasp.joining import CODE, JOINS, code_of_this_process, different, tell_code
+from lastgasp.gasp.joining import CODE, JOINS, code_of_this_process, different, order_when_taken_in, tell_code
 from lastgasp.launch import growth
 from lastgasp.launch.growth import MISSING, CodeFile, Growth
 from support.waiting import until
@@ -172,3 +172,31 @@ def test_a_rank_says_what_it_runs_once_and_only_where_it_is_asked(monkeypatch: p
     assert found["version of lastgasp"] and __name__ in found and "pytest" not in found and "os" not in found
     assert different(found, code_of_this_process()) == ""
     assert JOINS not in os.environ
+
+
+def test_ranks_of_another_user_than_the_launcher_stay_missing_and_the_launcher_says_why(
+    launcher: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new process could not open what its launcher offers; it ended with 0, and that was all that was said."""
+    assert growth._user_of(os.getpid()) == os.geteuid() and growth._user_of(2**22 + 1) is None
+    one = launcher(3)
+    one.workers[0].id = os.getpid()
+    monkeypatch.setattr(growth, "_user_of", lambda pid: 65534)
+    with caplog.at_level("WARNING", "lastgasp.launch"):
+        assert one.growth.look("") == one.growth.look("") == ()
+    [said] = caplog.messages
+    assert "rank 3 stays missing" in said and "its ranks run as user 65534, and the launcher as user" in said
+    assert one.processes == []
+
+
+def test_a_process_that_may_not_read_its_order_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(path: str, *more: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setenv(JOINS, f"0 /proc/{os.getpid()}/fd/3 /proc/{os.getpid()}/fd/4")
+    monkeypatch.setattr("builtins.open", denied)
+    with pytest.raises(SystemExit) as ends:
+        order_when_taken_in()
+    assert ends.value.code == 1 and "cannot be taken in: this process runs as user" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lastgasp.gasp.again import NEW
 from lastgasp.launch import guest
-from lastgasp.launch.guest import Guest, Host, Plan, invited
+from lastgasp.launch.guest import ENDED, Guest, Host, Plan, invited
 
 CODE = {"__main__": "1"}
 
@@ -77,6 +77,21 @@ def test_a_guest_that_is_not_taken_in_is_told(round_: Round) -> None:
     assert one.refused() == "no room"
     assert round_.host.look([0, 1], CODE) == []
     assert invited(round_.launcher()) is None
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_guest_is_told_that_the_job_has_ended(ready: bool, round_: Round) -> None:
+    """Its ranks may still be starting: nobody waits for them."""
+    one = round_.guest()
+    if ready:
+        one.ready()
+        assert round_.host.look([0, 1], CODE) == [2, 3]
+    assert not one.ended
+    round_.host.end()
+    round_.host.end()
+    assert (one.refused(), one.ended) == (ENDED, True)
+    assert invited(round_.launcher()) is None, "the invitation is withdrawn"
+    assert round_.host.look([0, 1], CODE) == [], "and there is no other one"
 
 
 def test_a_guest_notices_that_the_job_has_restarted(round_: Round) -> None:

@@ -31,14 +31,15 @@ from lastgasp.events import Incident, encode_incident
 from lastgasp.gasp import signin
 from lastgasp.gasp.lifeline import LOST_AFTER
 from lastgasp.gasp.signin import VARIABLE, Desk, Entry, sign
-from lastgasp.launch import forward, torchrun_hook
+from lastgasp.launch import forward, lost, torchrun_hook
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.forward import Forwarder
 from lastgasp.launch.lastword import LastWord, last_word
-from lastgasp.launch.lost import lost_rendezvous, spare, tell_success
+from lastgasp.launch.lost import lost_rendezvous, never_taken_in, spare, tell_success
 from lastgasp.launch.missing import Waiting, is_alone
 from lastgasp.launch.restarts import Restarts
 from lastgasp.launch.stores import guard_connections, own_address
+from support.waiting import until
 
 ENTRY = Entry(rank=1, pid=7, hold=30.0, directory="ckpts")
 
@@ -325,3 +326,67 @@ def test_a_spare_ends_with_0_where_the_job_has_ended_well(
         handler = SimpleNamespace()
     assert spare(handler).code == code
     assert ("not well" in capsys.readouterr().err) == (code != 0)
+
+
+class Rendezvous:
+    """torch's handler, at which so many launchers wait."""
+
+    def __init__(self, waiting: int) -> None:
+        self._store, self.closed, self._state_holder = HashStore(), False, self
+        self.state = SimpleNamespace(wait_list={*range(waiting)}, redundancy_list=set())
+
+    def sync(self) -> None:
+        """As torch's."""
+
+    def set_closed(self) -> None:
+        """As torch's."""
+        self.closed = True
+
+
+def test_a_launcher_that_comes_too_late_hears_how_the_job_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = Rendezvous(1)
+    teller = threading.Thread(target=tell_success, args=[handler])
+    teller.start()
+    until(lambda: handler.closed, "the rendezvous is closed")
+    end = never_taken_in(RendezvousClosedError(), handler)
+    assert end is not None and end.code == 0 and "ended, and well, before" in capsys.readouterr().err
+    teller.join(60)
+    assert not teller.is_alive()
+    end = never_taken_in(RendezvousConnectionError("broken"), Handler())
+    assert end is not None and end.code == 1 and "cannot be reached any more" in capsys.readouterr().err
+    end = never_taken_in(RendezvousClosedError(), Rendezvous(0))
+    assert end is not None and end.code == 1 and "is closed" in capsys.readouterr().err
+    assert never_taken_in(RendezvousTimeoutError(), Rendezvous(0)) is None
+    assert spare(Handler(), well=True).code == 0
+
+
+def test_the_end_waits_for_nobody_where_nobody_waits() -> None:
+    handler = Rendezvous(0)
+    tell_success(handler)
+    assert not handler.closed
+
+
+def test_the_end_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost, "TOLD", 0.0)
+    handler = Rendezvous(1)
+    tell_success(handler)
+    assert handler.closed
+
+
+def test_a_rank_of_another_user_than_its_launcher_says_once_what_that_costs(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may not open the desk in /proc, which was taken for a launcher that is gone."""
+
+    def denied(path: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(signin, "_told", [])
+    monkeypatch.setattr(signin.os, "open", denied)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "lastgasp"):
+        sign(ENTRY)
+        sign(ENTRY)
+    [said] = caplog.messages
+    own = os.geteuid()
+    assert said.startswith(f"this process runs as user {own}, and its launcher as user {own}: what this rank tells")
+    assert not desk.entries

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,7 @@ def outcomes(directories: list[Path], hosts: list[str]) -> list[str]:
         except ConfigError as error:
             found[rank] = str(error)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(hosts))]
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(len(hosts))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -112,3 +114,33 @@ def test_each_host_reads_all_of_a_checkpoint_once_whatever_numbers_its_ranks_hav
     as_ranks(len(hosts), select)
     assert all(sorted(chunks) == [*range(5)] for chunks in read.values()), read
     assert set(moving.values()) == {1}
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_ranks_of_different_users_that_cannot_read_one_another_are_told(
+    hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With umask 077: a fault would be answered by a save, and the restart find nothing that it may read."""
+    opened = Path.open
+
+    def denied(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "1":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(sharing.os, "geteuid", lambda: 7 + int(threading.current_thread().name))  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "lastgasp"):
+        assert outcomes([tmp_path] * 2, [*hosts]) == ["", ""]
+    [said] = caplog.messages
+    assert said.startswith(f"rank 1 (user 8) cannot read what rank 0 (user 7) writes in {tmp_path} (Permission denied)")
+    assert "umask 027" in said and list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_different_users_that_can_read_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sharing.os, "geteuid", lambda: 7 + int(threading.current_thread().name))  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "lastgasp"):
+        assert outcomes([tmp_path] * 2, ["a", "a"]) == ["", ""]
+    assert caplog.messages == []

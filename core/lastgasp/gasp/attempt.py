@@ -6,13 +6,12 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import xxhash
 
-from lastgasp import _clock, _fs
-from lastgasp.events import Incident, Unused, encode_incident
+from lastgasp import _clock
+from lastgasp.events import Incident, Unused
 from lastgasp.topology import ReplicaGroups
 
 from . import messages as m
@@ -427,21 +426,3 @@ def holder_notes(out: Outcome) -> list[str]:
 
 def _with_a_reason(unused: Iterable[Unused]) -> list[Unused]:
     return [one for one in unused if one.why not in (NOT_NEEDED, NO_SAVE)]
-
-
-def record_path(incident: Incident, directory: Path) -> Path:
-    """The path of an incident's record."""
-    return directory / "incidents" / f"{incident.id}.json"
-
-
-def write_record(path: Path, data: bytes) -> None:
-    """Write one encoded record, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _fs.write_atomically(path, data)
-
-
-def write_incident(incident: Incident, directory: Path) -> Path:
-    """Write `<directory>/incidents/<id>.json`, atomically."""
-    path = record_path(incident, directory)
-    write_record(path, encode_incident(incident))
-    return path

@@ -70,7 +70,7 @@ def auxiliary_states(
             state = split_trailer(prepared.aux)[0] or None
         if state is not None:
             found[rank] = state
-        elif member.gone and rank not in written and buffers.exists(rank):
+        elif member.gone and rank not in written and buffers.exists(rank) and not member.seeded:
             lost.append(Remark(text=LOST_STATE.format(rank=rank, step=step)))
     return found, lost
 

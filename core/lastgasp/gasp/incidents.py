@@ -15,11 +15,12 @@ from lastgasp.narration import Tally
 
 from . import messages as m
 from .actions import RecordPhase, WentOn
-from .attempt import Attempt, record_path, write_record
+from .attempt import Attempt
 from .auxiliary import RankBuffers
 from .ends import kind_of_end
 from .notes import add_note
-from .records import RecordWriter
+from .records import RecordWriter, record_path, write_record
+from .repeats import Repeats
 
 log = logging.getLogger("lastgasp.controller")
 
@@ -43,7 +44,7 @@ class Incidents:
         self.previous: Attempt | None = None
         self._held_before = 0
         self._started = (-1, "")
-        self.tally = Tally()
+        self.tally, self.before = Tally(), Repeats()
         self._unexplained = set[int]()
         self._changed: dict[str, tuple[Incident, Path]] = {}
         self._in_memory: Attempt | None = None
@@ -77,8 +78,8 @@ class Incidents:
             log.warning("%s; the script goes on", narration.event(self.previous.incident))  # it has handled that
             self.current.follows(self.previous.before)
             self.previous = None
-        elif self.previous is not None:
-            self.current.follows(self.previous.repeats)
+        else:
+            self.current.follows(self.previous.repeats if self.previous is not None else self.before)
         if self.previous is not None and self.previous.incident is not None:
             self._held_before = self.previous.newest_held
             self.previous.incident.phases.restarted = _clock.wall_ns()

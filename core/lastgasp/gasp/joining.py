@@ -14,10 +14,12 @@ import msgspec
 import xxhash
 
 from lastgasp import __version__
+from lastgasp.output import write_error
 
 from .again import Again
 from .imported import libraries, origin
 from .new_process import ends_with
+from .signin import telling_of_other_users, users
 
 JOINS = "LASTGASP_JOINS"
 """Set by lastgasp alone, for such processes: by local rank from where it reads its order, and where it writes to."""
@@ -25,6 +27,7 @@ CODE = "LASTGASP_CODE"
 """Set by lastgasp alone, for ranks that others may join later: the file in which one of them says what code it runs."""
 IF_ASKED = "?"
 """Before that file where others only join if the script has asked to go on with fewer ranks."""
+CANNOT_JOIN = "this process cannot be taken in"
 Code = dict[str, str]
 """The user's modules by name with a digest of their files, and the versions of what they build on."""
 _KNOWN = ("torch", "lightning", "numpy")
@@ -59,8 +62,9 @@ def tell_code(asked: bool = False) -> None:
     path = os.environ.get(CODE, "")
     if not path or (path.startswith(IF_ASKED) and not asked) or os.environ.get("LOCAL_RANK", "0") != "0":
         return
+    path = path.removeprefix(IF_ASKED)
     try:
-        with open(path.removeprefix(IF_ASKED), "ab", buffering=0) as file:
+        with telling_of_other_users(path), open(path, "ab", buffering=0) as file:
             file.write(msgspec.json.encode(code_of_this_process()) + b"\n")
     except OSError:  # the launcher is gone
         return
@@ -99,6 +103,9 @@ def order_when_taken_in() -> Again | None:
         with open(paths[0], "rb") as orders, open(paths[1], "wb", buffering=0) as words:
             words.write(msgspec.json.encode(code_of_this_process()) + b"\n")
             line = orders.readline()
+    except PermissionError:
+        write_error(f"lastgasp: {CANNOT_JOIN}: {users(paths[0])}")
+        raise SystemExit(1) from None
     except OSError:
         line = b""
     if not line:

@@ -135,7 +135,14 @@ class Keepers:
 
     def missing(self, attempt: int, others: int) -> int:
         """How many of the `others` launchers cannot be reached. May be read by other threads."""
-        return others - sum(one is not None and one.attempt == attempt for one in list(self._forks.values()))
+        return others - self.taking_part(attempt)
+
+    def taking_part(self, attempt: int) -> int:
+        """How many launchers that are connected have ranks in this attempt. May be read by other threads.
+
+        One that has come back says so only once its ranks were taken in.
+        """
+        return sum(one is not None and one.attempt == attempt for one in list(self._forks.values()))
 
     def lost(self, host: str) -> None:
         """A rank's host does not answer any more; its launcher's connection will end as well."""

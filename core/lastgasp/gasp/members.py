@@ -33,10 +33,13 @@ class Member:
     """Why its last save failed."""
     together: tuple[tuple[int, ...], ...] = ()
     """Shards whose savers this rank has to know when it saves."""
+    seeded: bool = False
+    """It seeds its generators anew for each micro-batch (`ElasticLoader`): no state of theirs can be lost."""
 
     def begins(self, message: m.Begin) -> None:
         """Its training begins."""
         self.begun, self.together = True, message.together
+        self.seeded = message.fewer.may and not message.fewer.parts and not message.together
         self.step, self.durable = message.step, message.durable
 
     def to_commit(self, finish: float, save: float) -> float:

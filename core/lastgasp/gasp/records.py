@@ -1,13 +1,18 @@
-"""Writes files in the background, so that no caller waits for a slow disk."""
+"""The records of incidents; they are written in the background, so that no caller waits for a slow disk."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import stat
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from lastgasp import _clock
+from lastgasp import _clock, _fs
+from lastgasp.events import Incident, encode_incident
 
 log = logging.getLogger("lastgasp.controller")
 
@@ -95,3 +100,34 @@ class RecordWriter:
             name = next(iter(self._waiting))
             self._writing, self._since = name, _clock.monotonic()
             return self._waiting.pop(name)
+
+
+def record_path(incident: Incident, directory: Path) -> Path:
+    """The path of an incident's record."""
+    return directory / "incidents" / f"{incident.id}.json"
+
+
+def write_record(path: Path, data: bytes) -> None:
+    """Write one encoded record, atomically."""
+    _make_folder(path.parent)
+    _fs.write_atomically(path, data)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the records; it is theirs who own the checkpoints, though a launcher of root's makes it."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return
+    with contextlib.suppress(OSError):
+        above = folder.parent.stat()
+        if above.st_uid != os.geteuid():
+            os.chmod(folder, stat.S_IMODE(above.st_mode))
+            os.chown(folder, above.st_uid, above.st_gid)
+
+
+def write_incident(incident: Incident, directory: Path) -> Path:
+    """Write `<directory>/incidents/<id>.json`, atomically."""
+    path = record_path(incident, directory)
+    write_record(path, encode_incident(incident))
+    return path

@@ -68,11 +68,15 @@ class ControllerThread:
     """The controller inside the launcher: one daemon thread with its own event loop.
 
     Args:
-        token, host, port: as the `Controller`'s; tally: where it counts on.
+        token, host, port: as the `Controller`'s; tally, repeats: where it counts on.
     """
 
-    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, tally: narration.Tally | None = None):
+    def __init__(
+        self, token: str, host: str = "127.0.0.1", port: int = 0,
+        *, tally: narration.Tally | None = None, repeats: Repeats | None = None,
+    ) -> None:  # fmt: skip
         self._controller = Controller(token, host, port)
+        self._controller.incidents.before = repeats or Repeats()
         if tally is not None:
             self._controller.incidents.tally = tally
         self._loop = asyncio.new_event_loop()
@@ -161,16 +165,20 @@ class ControllerThread:
     def repeats(self, attempt: int) -> Repeats:
         """How often in a row one exception has ended the training, up to this attempt."""
         found = self._attempt(attempt)
-        return found.repeats if found is not None else Repeats()
+        return found.repeats if found is not None else self._controller.incidents.before
 
     def living_launchers(self, attempt: int, size: int) -> int | None:
-        """How many of the job's `size` launchers are connected, this one included.
+        """How many of the job's `size` launchers are connected and have ranks in it, this one included.
 
         None while a rank of this attempt trains, or if not all launchers have connected yet.
         """
         found, keepers = self._attempt(attempt), self._controller.keepers
         trains = found is None or not all(one.left or one.gone for one in found.machine.members.values())
-        return None if trains or keepers.most < size - 1 else keepers.connected + 1
+        if trains or keepers.most < size - 1:
+            return None
+        again = self.again(attempt)
+        grows = again is not None and bool(again.members)  # only then is there somebody who waits to be taken in
+        return 1 + (keepers.taking_part(attempt) if grows else keepers.connected)
 
     def may_enter_again(self, attempt: int) -> int | None:
         """The next incarnation of this attempt, if its ranks may be entered again in place; else None."""

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 
 import msgspec
 
-log = logging.getLogger("lastgasp.launch")
+log = logging.getLogger("lastgasp")
 
 VARIABLE = "LASTGASP_SIGN_IN"
 _LIMIT = 1 << 20
@@ -46,6 +47,7 @@ _YIELD = 0.02
 """Seconds, at the script's end, in which threads that wait for the GIL get it; they need microseconds."""
 
 _last: list[Entry] = []
+_told: list[bool] = []
 
 
 def last_here() -> Entry | None:
@@ -61,12 +63,40 @@ def sign(entry: Entry) -> None:
         atexit.register(_script_ended)
     if not (path := os.environ.get(VARIABLE)):
         return
-    with contextlib.suppress(OSError):  # the launcher is gone
+    with contextlib.suppress(OSError), telling_of_other_users(path):  # the launcher is gone
         desk = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(desk, msgspec.json.encode(entry) + b"\n")
         finally:
             os.close(desk)
+
+
+_OTHER_USER = (
+    "%s: what this rank tells the launcher does not arrive. A rank that is lost is not started again beside those that "
+    "go on, and the launcher of another host than the first does not wait for its ranks to save. Start the launcher as "
+    "the user of its ranks"
+)
+
+
+@contextlib.contextmanager
+def telling_of_other_users(path: str) -> Iterator[None]:
+    """Says once in a process that `path`, a file of the launcher's, cannot be opened by this process' user."""
+    try:
+        yield
+    except PermissionError:
+        if not _told and os.environ.get("LOCAL_RANK", "0") == "0":
+            _told.append(True)
+            log.warning(_OTHER_USER, users(path))
+        raise
+
+
+def users(path: str) -> str:
+    """As whom this process and its launcher run, whose file in /proc `path` is."""
+    try:
+        theirs = f"as user {os.stat('/'.join(path.split('/')[:3])).st_uid}"
+    except OSError:
+        theirs = "as another one"
+    return f"this process runs as user {os.geteuid()}, and its launcher {theirs}"
 
 
 def _script_ended() -> None:

@@ -19,10 +19,11 @@ from . import messages as m
 from .arena_decision import ArenasHeld, decide_with_arenas
 from .arena_files import BadArena, arena_of, save
 from .arenas_here import ArenasHere
-from .attempt import new_incident, notes_of, write_incident
+from .attempt import new_incident, notes_of
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan
 from .meeting import MEET, Meeting, Published, Seat, Written, or_lost, unknown
 from .rank_status import RankStatus
+from .records import write_incident
 from .settled import SavedElsewhere
 from .views import nothing_new, safe_step
 

@@ -21,7 +21,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousGracefulExitError
 
 from lastgasp import _clock, exitcodes
 from lastgasp.gasp.joining import JOINS
@@ -39,10 +39,10 @@ from lastgasp.launch.growth import MISSING, CodeFile, Newcomer, joins
 from lastgasp.launch.guest import Guest, invited
 from lastgasp.launch.in_place import GivenUp, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
-from lastgasp.launch.lost import CLOSED, line, lost_rendezvous, spare, tell_success
+from lastgasp.launch.lost import line, lost_rendezvous, never_taken_in, spare, tell_success
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
-from lastgasp.launch.stores import guard_connections
+from lastgasp.launch.stores import guard_connections, tell_newcomers
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_torch import differs, forking, ranks_of
 from lastgasp.output import UNREAD, why_lost, write_error
@@ -76,6 +76,7 @@ class GaspAgent(LocalElasticAgent):
         self._warm, self._code = Warm(), CodeFile()
         self._in_place: InPlace | None = None
         self._guest: Guest | None = None
+        self._taken_in = False
         self._keeper: BufferKeeper | None = None
         self._warm.why = self._warm.why or differs()
         self._outlive_the_store()
@@ -107,7 +108,7 @@ class GaspAgent(LocalElasticAgent):
         guard_connections()
         handler = spec.rdzv_handler
         if rank == 0 and self._is_ours():
-            _tell_newcomers(store, handler)
+            tell_newcomers(store, handler)
         self._attempts.offer(store, rank, size, handler.get_run_id(), handler.get_backend() != "static")
         workers: list[Worker] = super()._assign_worker_ranks(store, rank, size, spec)
         return workers
@@ -119,6 +120,7 @@ class GaspAgent(LocalElasticAgent):
             worker_group, rdzv.get_run_id(), fresh_store=rdzv.get_backend() != "static"
         )
         self._keeper = self._attempt.keeper or self._keeper
+        self._taken_in = self._taken_in or self._guest is None
         if self._attempt.number > 0 and self._attempt.led and rdzv.use_agent_store:
             self._fresh_store(worker_group, self._attempt)
         mark = self._mark
@@ -246,8 +248,10 @@ class GaspAgent(LocalElasticAgent):
         assert self._in_place is not None
         try:
             if self._in_place.taken_in(guest):
-                self._guest = None
+                self._guest, self._taken_in = None, True
         except (GivenUp, DistError, RuntimeError) as error:
+            if guest.ended:
+                raise RendezvousGracefulExitError from error  # as torch does for a spare
             log.warning("this host is not taken in without a restart: %s", line(error))
             self._restart_workers(worker_group)
 
@@ -356,6 +360,8 @@ class GaspAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """As torch's, which also waits for launchers that were killed: here the first launcher stops that wait."""
         size, current = self._worker_group.group_world_size or 1, self._attempt
+        if self._in_place is not None:
+            self._in_place.job_ended()
         if current is not None and current.controller is not None and size > 1:
             self._in_exit_barrier = True  # read by torch's health check
             deadline = _clock.monotonic() + self._exit_barrier_timeout
@@ -416,27 +422,20 @@ class GaspAgent(LocalElasticAgent):
             write_error(f"lastgasp: {self._restarts.verdict}")
             raise SystemExit(self._restarts.exit_code)
         if result is None and self._is_ours():
-            raise spare(self._worker_group.spec.rdzv_handler)
+            ended = self._guest is not None and self._guest.ended
+            raise spare(self._worker_group.spec.rdzv_handler, ended)
         return result  # type: ignore[return-value]  # torch's own of a spare is None, too
 
     def _without_rendezvous(self, error: Exception, used: bool) -> BaseException:
         """The exception to raise instead: torch's own error for a job that does not use lastgasp."""
         word = self._attempts.last_word
         code = exitcodes.of_ending(word.ending)
-        if self._in_place is None and isinstance(error, RendezvousClosedError) and self._is_ours():
-            write_error(f"lastgasp: {CLOSED}")
-            return SystemExit(1)
+        if not self._taken_in and self._is_ours():
+            return never_taken_in(error, self._worker_group.spec.rdzv_handler) or error
         if not used or code is None:
             return error
         write_error(f"lastgasp: {lost_rendezvous(error, self._hosts, word.safe)}")
         return SystemExit(code)
-
-
-def _tell_newcomers(store: Any, handler: Any) -> None:
-    """Publish where the ranks meet: torch does so only in its first round, and later hosts would wait in vain."""
-    if (info := getattr(handler, "_bootstrap_store_info", None)) is not None and handler.use_agent_store:
-        store.set(info.MASTER_ADDR_KEY, info.master_addr)
-        store.set(info.MASTER_PORT_KEY, str(info.master_port))
 
 
 def _stop_this_launcher() -> None:

@@ -175,6 +175,7 @@ class LaunchAttempts:
         self._controller: ControllerThread | None = None
         self._for_all, self._tally = False, Tally()
         """Whether the other hosts can reach the controller; what it counts goes on with the next one of this host."""
+        self._repeats = Repeats()
         self._started, self._job, self._since_ns = 0, "", _clock.wall_ns()
         self._keeper: BufferKeeper | None = None
         self._notice: Notice | None = None
@@ -236,7 +237,9 @@ class LaunchAttempts:
                 secret = Secret.from_environment(self._given)
                 why = f"this job spans several nodes and they share no secret. {REMEDY}" if secret.missing else ""
             if not why and self._controller is None:
-                self._controller, why = _start(store, size, secret.token or new_token(), self._tally)
+                self._controller, why = _start(
+                    store, size, secret.token or new_token(), self._tally, self._repeats
+                )
                 self._for_all = size > 1
         except LastgaspError as error:
             if ours() or size == 1:
@@ -277,6 +280,7 @@ class LaunchAttempts:
 
     def _stop_controller(self) -> None:
         if self._controller is not None:
+            self._repeats = self._controller.repeats(self._started - 1)
             self._controller.stop()
             self._controller = None
 
@@ -374,8 +378,10 @@ def _ordered() -> bool:
     return os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") != "1"
 
 
-def _start(store: Any, size: int, token: str, tally: Tally) -> tuple[ControllerThread | None, str]:
-    """The controller, which counts on in `tally`; None with the reason where the other nodes could not reach it.
+def _start(
+    store: Any, size: int, token: str, tally: Tally, repeats: Repeats
+) -> tuple[ControllerThread | None, str]:
+    """The controller, which counts on in `tally`, from `repeats`; None, and why, where other nodes could not reach it.
 
     Raises:
         ConfigError: LASTGASP_BIND, or the TLS files.
@@ -387,7 +393,7 @@ def _start(store: Any, size: int, token: str, tally: Tally) -> tuple[ControllerT
             "set LASTGASP_BIND there to its address on the training network"
         )
     try:
-        return ControllerThread(token, host, tally=tally), ""
+        return ControllerThread(token, host, tally=tally, repeats=repeats), ""
     except OSError as error:
         remedy = f"{error.strerror or error}. Leave it out, or set it on each node to its own address."
         raise ConfigError("LASTGASP_BIND", host, "an address of this node", remedy) from error

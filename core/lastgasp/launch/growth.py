@@ -61,6 +61,13 @@ class CodeFile:
         return msgspec.json.decode(line, type=Code) if end else {}
 
 
+def _user_of(pid: int) -> int | None:
+    """As whom a process runs; None if it is gone. The owner of its folder in /proc may be root in any case."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return next((int(line.split()[2]) for line in file if line.startswith("Uid:")), None)
+    return None
+
+
 @dataclass
 class Newcomer:
     """A process that waits, or will, to be taken in.
@@ -230,7 +237,7 @@ class Growth:
         seat = self._home[local]
         more = {JOINS: joins(local, theirs), "RANK": str(seat), "WORLD_SIZE": str(self._size)}
         try:
-            if why := self._warm.changed:
+            if why := self._warm.changed or self._other_user():
                 raise NoFork(why)
             handler = replacement(self._warm, self._context, local, more, cold=True)
         except (NoFork, OSError) as error:
@@ -241,6 +248,12 @@ class Growth:
             return
         self._coming[local] = Newcomer(handler, orders, words, theirs)
         log.info("process %d is started for rank %d, which is missing", handler.proc.pid, seat)
+
+    def _other_user(self) -> str:
+        """As whom the ranks run where that is not this launcher's user: they could not read what it orders."""
+        here = [int(worker.id) for worker in self._group.workers if worker.global_rank != MISSING and worker.id]
+        found = {user for user in map(_user_of, here) if user not in (None, 0, os.geteuid())}
+        return f"its ranks run as user {min(found)}, and the launcher as user {os.geteuid()}" if found else ""
 
     def _give_up(self, local: int, why: str) -> None:
         self._hopeless.add(local)

@@ -27,6 +27,8 @@ log = logging.getLogger("lastgasp.launch")
 
 LOOK = 0.2
 """Seconds between two looks into the store."""
+ENDED = "the job has ended"
+"""Why a guest is refused once the ranks of the first host have completed all that they do."""
 _INVITATION, _CLAIM, _READY, _PLAN, _REFUSED = (f"lastgasp/guest/{name}" for name in (
     "invitation", "claim", "ready", "plan", "refused"
 ))  # fmt: skip
@@ -124,6 +126,14 @@ class Host:
             self._able = False
             self._close()
 
+    def end(self) -> None:
+        """The job has ended: a guest hears so, whether it is ready or still starting its ranks. Idempotent."""
+        self._able = False
+        if self._open is not None:
+            with contextlib.suppress(DistError, RuntimeError):
+                self._store.set(f"{_REFUSED}/{self._open.number}", ENDED)
+            self._close()
+
     def _close(self) -> None:
         with contextlib.suppress(DistError, RuntimeError):
             self._store.set(_INVITATION, "")
@@ -173,6 +183,11 @@ class Guest:
             elif not self._handler.num_nodes_waiting() and self._handler._state_holder.state.round != self._round:
                 self._why = "the job has restarted meanwhile"
         return self._why
+
+    @property
+    def ended(self) -> bool:
+        """Whether they are refused because the job has ended, and well."""
+        return self._why == ENDED
 
     def take_place(self, group: WorkerGroup, spec: WorkerSpec) -> None:
         """Fill in what torch's rendezvous would; each rank has the number of its seat for the time being."""

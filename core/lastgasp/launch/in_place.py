@@ -162,6 +162,11 @@ class InPlace:
             raise GivenUp(why)
         return False
 
+    def job_ended(self) -> None:
+        """All ranks of this host have ended well: nobody is taken in any more."""
+        if self._growth is not None and self._growth.host is not None:
+            self._growth.host.end()
+
     def close(self) -> None:
         """The ranks of the attempt are to end, or have; idempotent."""
         if self._growth is not None:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections import Counter
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
+from lastgasp import _clock
 from lastgasp.output import write_error
 
 _SPARE = "the job has ended, and had all the hosts that it needed: this launcher was one too many, or a spare"
 _FAILED = "the job has ended without this launcher, a spare, and not well as far as is known: see its other launchers"
-_KEY = "lastgasp/ended-well"
-CLOSED = (
+_KEY, _HEARD = "lastgasp/ended-well", "lastgasp/ended-well/heard"
+_LOOK = 0.1
+_CLOSED = (
     "the rendezvous of this job is closed: the job has ended before this launcher was taken in. Start the launchers of "
     "all hosts again if it is to go on"
 )
+_GONE = (
+    "the rendezvous of this job cannot be reached any more: the job has ended, or its first host is gone, before this "
+    "launcher was taken in. Look at the launchers of its other hosts; start those of all hosts again if it is to go on"
+)
+_LATE = "the job has ended, and well, before this launcher was taken in: nothing is left to do"
+TOLD = 5.0
+"""Seconds for launchers that wait at the rendezvous to hear that it is closed: torch asks once a second."""
 
 
 def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> str:
@@ -45,18 +60,59 @@ def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> 
 
 
 def tell_success(handler: Any) -> None:
-    """The job has ended well: launchers that wait to be taken in need not be started again."""
-    if (store := getattr(handler, "_store", None)) is not None:
-        with contextlib.suppress(DistError, RuntimeError):
-            store.set(_KEY, b"1")
+    """The job has ended well: launchers that wait to be taken in need not be started again.
+
+    The rendezvous ends with the first launcher, so it waits until they have heard that, for `TOLD` seconds at most.
+    """
+    if (store := getattr(handler, "_store", None)) is None:
+        return
+    with contextlib.suppress(DistError, RuntimeError, RendezvousError, AttributeError):
+        store.set(_KEY, b"1")
+        handler._state_holder.sync()
+        state = handler._state_holder.state
+        waiting = len(state.wait_list | state.redundancy_list)
+        if waiting:
+            handler.set_closed()
+        deadline = _clock.monotonic() + TOLD
+        while store.add(_HEARD, 0) < waiting and _clock.monotonic() < deadline:
+            time.sleep(_LOOK)
 
 
-def spare(handler: Any) -> SystemExit:
-    """For a launcher whose rendezvous was closed while it was a spare, after it has said so: 0, or 1 by default."""
-    well = False
+def _ended_well(handler: Any) -> bool:
+    """Whether the job's launchers have said so; they hear that it is known here."""
+    store = getattr(handler, "_store", None)
     with contextlib.suppress(DistError, RuntimeError):
-        well = getattr(handler, "_store", None) is not None and bool(handler._store.check([_KEY]))
+        if store is not None and store.check([_KEY]):
+            store.add(_HEARD, 1)
+            return True
+    return False
+
+
+def spare(handler: Any, well: bool = False) -> SystemExit:
+    """For a launcher whose rendezvous was closed while it was a spare, after it has said so: 0, or 1 by default.
+
+    Args:
+        well: it is known that the job has ended well.
+    """
+    if well:
+        write_error(f"lastgasp: {_LATE}")
+        return SystemExit(0)
+    well = _ended_well(handler)
     write_error(f"lastgasp: {_SPARE if well else _FAILED}")
+    return SystemExit(0 if well else 1)
+
+
+def never_taken_in(error: Exception, handler: Any) -> SystemExit | None:
+    """For a launcher whose ranks were never part of the job, and that finds it ended, after it has said so.
+
+    Returns:
+        With 0 where the job has ended well, else with 1; None where it is something else that has failed.
+    """
+    if not isinstance(error, RendezvousClosedError | RendezvousConnectionError | DistError):
+        return None
+    well = _ended_well(handler)
+    otherwise = _CLOSED if isinstance(error, RendezvousClosedError) else f"{_GONE} ({line(error.__cause__ or error)})"
+    write_error(f"lastgasp: {_LATE if well else otherwise}")
     return SystemExit(0 if well else 1)
 
 

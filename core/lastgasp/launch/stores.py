@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from lastgasp.gasp.addresses import is_loopback
 from lastgasp.gasp.lifeline import keep_alive
@@ -62,3 +63,10 @@ def _connections() -> Iterator[socket.socket]:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     found.getpeername()
                     yield found
+
+
+def tell_newcomers(store: Any, handler: Any) -> None:
+    """Publish where the ranks meet: torch does so only in its first round, and later hosts would wait in vain."""
+    if (info := getattr(handler, "_bootstrap_store_info", None)) is not None and handler.use_agent_store:
+        store.set(info.MASTER_ADDR_KEY, info.master_addr)
+        store.set(info.MASTER_PORT_KEY, str(info.master_port))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,8 @@ WAIT = 300.0
 """Seconds between the first rank's update and the last one's, as in a gather of the engine's."""
 MARGIN = 30.0
 """Seconds more for rank 0 to say who did not come."""
+_FIRST, _LAST = 0.005, 0.25
+"""Seconds between two questions whether another rank has come."""
 
 
 class NotThere(ValueError):
@@ -75,8 +76,11 @@ def _gathered(store: Store, world_size: int) -> list[Any] | str:
 
 
 def _came(store: Store, key: str, seconds: float) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        return False
+    """Whether it is there in time. Asks again and again: a wait would hold up all others that use this client."""
+    deadline, pause = time.monotonic() + seconds, _FIRST
+    while not store.check([key]):
+        if (left := deadline - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LAST)
     return True

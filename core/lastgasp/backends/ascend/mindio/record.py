@@ -8,8 +8,9 @@ import threading
 from lastgasp import _clock, narration
 from lastgasp.config import GaspConfig
 from lastgasp.events import Fault, Incident, Phases
-from lastgasp.gasp.attempt import new_incident, write_incident
+from lastgasp.gasp.attempt import new_incident
 from lastgasp.gasp.hello import hello_of
+from lastgasp.gasp.records import write_incident
 from lastgasp.ports import Repaired
 from lastgasp.topology import Place
 
