@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
+from lastgasp.errors import ConfigError, ControlError, DeadlineExceeded, NotSaveable
 from lastgasp.topology import ReplicaGroups
 
 Digests = Mapping[str, bytes]
@@ -22,6 +22,8 @@ Gather = Callable[[str, bytes], list[bytes]]
 log = logging.getLogger("lastgasp")
 
 TAG = "replicas"
+PIPELINES = "Stages of a pipeline cannot be saved: shard the whole model over all ranks by fully_shard (FSDP2),"
+"""What to do instead of them; begins a remedy."""
 _decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
@@ -68,6 +70,23 @@ def computed(digests: Callable[[], Digests]) -> Digests:
         return {}
 
 
+def require_same_names(found: Sequence[bytes]) -> None:
+    """Refuse ranks of different models under one name: what one of them saves, no other can load.
+
+    Args:
+        found: the digest of each rank's names and shapes of parameters, by rank.
+
+    Raises:
+        ConfigError: on all ranks, if they are given the same.
+    """
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), 0)
+    if other:
+        raise ConfigError(
+            "model", f"ranks 0 and {other} hold different parameters", "the same names and shapes on all ranks",
+            f"{PIPELINES} or use lastgasp's Megatron plugin.",
+        )  # fmt: skip
+
+
 def require_alike(alike: bool) -> None:
     """For a format with room for one copy of each shard: refuse to save it if the ranks' copies differ.
 
@@ -112,5 +131,5 @@ def _why(replicas: ReplicaGroups, found: Sequence[Digests]) -> str:
     what = " and ".join(names) if one and two and names else "state, as far as is known,"
     return (
         f"ranks {first} and {other} should hold the same, but their {what} differ: neither is saved from the other, so "
-        "the loss of one of them costs the steps since the last checkpoint"
+        "a fault costs the steps since the last checkpoint, and that one has what one of them held"
     )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -213,7 +213,24 @@ def replicas(folder: Path) -> None:
             assert alike == next(set(group) for group in groups if one in group)
         assert len({plain for _, plain in keys}) == 1
     assert sharded.replica_groups({"model": Net()}, 4) == ((0, 1, 2, 3),)
+    apart()
     assert not sharded.is_sharded({"model": Net()})
+
+
+def apart() -> None:
+    """Two stages of a pipeline, each sharded over two ranks: neither names nor places show that they are two."""
+    stage = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = Net()
+    fully_shard(model, mesh=stage["dp"])
+    with pytest.raises(ConfigError, match="ranks 0 and 2 hold parts of the same names on meshes that nothing joins"):
+        sharded.replica_groups({"model": model}, 4)
+    assert sharded.replica_groups({"model": model}, 4, replicated=True) == ((0, 2), (1, 3))
+    own = nn.ModuleDict({f"stage {stage['pp'].get_local_rank()}": model})
+    with pytest.raises(ConfigError, match="ranks 0 and 2 hold different parameters"):
+        sharded.replica_groups({"model": own}, 4)
+    few: Any = nn.Linear(1, 2)
+    fully_shard(few)
+    assert sharded.replica_groups({"model": few}, 4) == ((0,), (1,), (2, 3))  # of which two hold nothing
 
 
 def alone(folder: Path) -> None:

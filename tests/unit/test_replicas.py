@@ -31,7 +31,7 @@ def test_ranks_that_differ_are_split_and_the_reason_names_what_differs() -> None
     assert groups == ((0, 2), (1,))
     assert "ranks 0 and 1" in why
     assert "their ema differ" in why
-    assert "costs the steps since the last checkpoint" in why
+    assert "costs the steps since the last checkpoint, and that one has what one of them held" in why
 
 
 def test_a_rank_that_does_not_know_what_it_holds_is_nobodys_replica() -> None:

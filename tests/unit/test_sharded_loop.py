@@ -182,3 +182,22 @@ def test_a_device_s_state_takes_no_memory_of_the_host_before_a_copy_is_wanted(mo
     assert True not in asked
     assert host_memory(torch.zeros(3, dtype=torch.uint8)).shape == (3,)
     assert asked[-2:] == [True, None]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_checkpoint_of_replicas_that_differ_says_whose_values_it_has(
+    alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them will resume with those."""
+    notes: list[str] = []
+    place = SimpleNamespace(world_size=4, rank=0, replicas=((0, 2), (1, 3)))
+    run = SimpleNamespace(
+        place=place, not_saved=SimpleNamespace(notes=list), state=SimpleNamespace(extra={}),
+        engine=SimpleNamespace(note=notes.append), buckets=SimpleNamespace(layouts={}),
+    )  # fmt: skip
+    loop: Any = object.__new__(ShardedLoop)
+    vars(loop).update(_run=run, life=SimpleNamespace(alike=alike))
+    monkeypatch.setattr(sharded_loop, "notes_on", lambda *_: [])
+    files = loop.beside(SimpleNamespace(notes=[]), {}, {})
+    wanted = [] if alike else ["the ranks did not hold the same when they were compared; this is what ranks 0, 1 held"]
+    assert notes == wanted and files[sharded_loop.SHARDED_FILE][sharded_loop.KEY]["notes"] == wanted

@@ -501,7 +501,9 @@ def test_what_was_recovered_is_reported(dead: Dead, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "lastgasp")
     dead(2)
     recover_orphans()
-    assert [record.getMessage() for record in caplog.records] == [f"the last 2 step marks of rank 3 are in {directory}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the last 2 step marks of a process that was killed (rank 3 of the job that trained there) are in {directory}"
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -312,4 +312,5 @@ def _tell(recovered: Recovered) -> None:
         level = logging.DEBUG if recovered.told else logging.WARNING
         log.log(level, "step marks of a dead process: %s; its ring file is %s", recovered.problem, what)
     elif recovered.ranges:
-        log.info("the last %d step marks of rank %d are in %s", recovered.ranges, recovered.rank, recovered.directory)
+        log.info("the last %d step marks of a process that was killed (rank %d of the job that trained there) are in "
+                 "%s", recovered.ranges, recovered.rank, recovered.directory)  # fmt: skip

@@ -206,9 +206,6 @@ class Run:
         self.state: shared.TorchState = training.state
         self.rank = core.place.rank
         core.on_close(shared.install_faults(self))
-        if session.recorder is not None:
-            session.recorder.set_groups(shared.process_groups())
-            session.recorder.set_device_rows(marks.device_rows)
         self._replace(trainer.accelerator, "backward", self._around_backward)
         self._replicas = shared.watch_replicas(training.state, core)
         core.bind(training)

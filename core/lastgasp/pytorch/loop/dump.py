@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lastgasp.errors import NotSaveable
-from lastgasp.pytorch.loop.record import KEY, buffers_of, notes_on, record_of
+from lastgasp.pytorch.loop.record import KEY, buffers_of, not_alike, notes_on, record_of
 
 
 def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
     tensors = buffers_of(step, aux_states, run.recorder, [run.buffer_rank, run.rank]) | run.moving.held(step)
     notes = list(snapshot.notes)
     if not run.life.alike:
-        notes.append(f"the ranks did not hold the same when they were compared; this is what rank {run.rank} held")
+        notes.append(not_alike(f"rank {run.rank}"))
     if run.buffer_rank not in aux_states and any(True for _ in run.state.container.buffers()):
         notes.append(f"buffers are those of rank {run.rank}, because those of rank {run.buffer_rank} were lost")
     size = run.place.world_size

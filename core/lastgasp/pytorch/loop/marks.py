@@ -13,6 +13,7 @@ import torch
 from lastgasp.adapter.hooks import replace_attribute
 from lastgasp.pytorch.loop.hooks import follow_forward
 from lastgasp.pytorch.loop.state import TorchState
+from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.pytorch.stepranges import StepRanges
 from lastgasp.session import Session as Engine
 
@@ -48,6 +49,9 @@ class LoopMarks:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_update))
                 self._handles.append(optimizer.register_step_post_hook(self._after_update))
             self._ranges.communicate(state.models.values())
+        if engine.recorder is not None:
+            engine.recorder.set_groups(process_groups())
+            engine.recorder.set_device_rows(self.device_rows)
 
     @property
     def device_rows(self) -> Literal["host", "events"]:

@@ -15,8 +15,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lastgasp.errors import ConfigError
@@ -25,6 +27,7 @@ from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.statedigest import state_digest
 from lastgasp.pytorch.zero import inside
+from lastgasp.replicas import Gather, require_same_names
 
 log = logging.getLogger("lastgasp")
 
@@ -153,6 +156,24 @@ def require_held(state: TorchState) -> None:
             "No checkpoint would hold them: give TorchState(model={...}) the modules that they belong to; single ones "
             "go into an nn.ParameterList.",
         )
+
+
+def require_same(state: TorchState, gather: Gather) -> None:
+    """Refuse ranks of different models under one name, as stages of a pipeline are. All ranks call it together.
+
+    DistributedDataParallel sees to that itself, and where parameters are sharded `TorchState.groups` does.
+
+    Args:
+        gather: as `Session.gather`.
+
+    Raises:
+        ConfigError: names or shapes differ.
+        ControlError, DeadlineExceeded: the ranks could not be asked.
+    """
+    if state.ddp is not None or state.sharded:
+        return
+    own = repr([(name, tuple(p.shape)) for name, p in state.container.named_parameters() if not is_lazy(p)])
+    require_same_names(gather("loop/names", xxhash.xxh3_128_digest(own.encode())))
 
 
 class ReplicaWatch:

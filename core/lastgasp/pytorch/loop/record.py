@@ -88,6 +88,11 @@ def record_of(
     }
 
 
+def not_alike(ranks: str) -> str:
+    """What is noted in a checkpoint with what these ranks held, where others should have held the same and did not."""
+    return f"the ranks did not hold the same when they were compared; this is what {ranks} held"
+
+
 def notes_on(
     aux_states: Mapping[int, bytes], place: Place, items: Collection[str] = (), seeded: bool = False
 ) -> list[str]:

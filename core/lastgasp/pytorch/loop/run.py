@@ -35,7 +35,7 @@ from lastgasp.pytorch.loop.inexact import LATE, Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate
-from lastgasp.pytorch.loop.outside import OtherOptimizers, UnseenUpdates, require_held, watch_replicas
+from lastgasp.pytorch.loop.outside import OtherOptimizers, UnseenUpdates, require_held, require_same, watch_replicas
 from lastgasp.pytorch.loop.own_loads import OwnLoads
 from lastgasp.pytorch.loop.periodic import Joined, Periodic
 from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
@@ -47,7 +47,6 @@ from lastgasp.pytorch.loop.thisfit import this_fit
 from lastgasp.pytorch.loop.unknown_loaders import UnknownLoaders
 from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.one_pass import OnePass
-from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.replicas import Digests
 from lastgasp.steps.settings import MarksConfig
 from lastgasp.testing import faults
@@ -146,6 +145,7 @@ class Run:
 
     def _start(self) -> None:
         state, life = self.state, self.life
+        require_same(state, self.engine.gather)
         self._own_loads = OwnLoads(state, self.engine.note)
         self._begin_with()
         self._gate = self.recorder.queued.gate(self.engine)
@@ -167,9 +167,6 @@ class Run:
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
-        if self.engine.recorder is not None:
-            self.engine.recorder.set_groups(process_groups())
-            self.engine.recorder.set_device_rows(self.marks.device_rows)
         again_here, device = self._again_here, str(next(iter(state.devices()), "cpu"))
         again_here.ready()
         life.bind(self)

@@ -25,7 +25,7 @@ from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.loop.held_parts import BUCKETS, HeldParts, merge_all
 from lastgasp.pytorch.loop.parts import under_join
 from lastgasp.pytorch.loop.periodic import failed, together
-from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, notes_on, record_of
+from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, not_alike, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
 from lastgasp.pytorch.sharded_image import Payload
@@ -206,6 +206,8 @@ class ShardedLoop(ShardedSource):
         """The loop's own file, with what a bit-equal resume needs."""
         run = self._run
         notes = [*kept.notes, *run.not_saved.notes(), *notes_on(aux, run.place, run.state.extra)]
+        if not self.alike:
+            notes.append(not_alike(f"ranks {', '.join(map(str, sorted(self._firsts)))}"))
         for note in notes:
             run.engine.note(note)
         return {SHARDED_FILE: small | {KEY: record_of(aux, run.place, True, run.buckets.layouts, notes)}}
@@ -216,12 +218,17 @@ class ShardedLoop(ShardedSource):
 
     # -- periodic checkpoints -----------------------------------------------------------------------------
 
+    @property
+    def _firsts(self) -> set[int]:
+        """The ranks that write: of those which should hold the same parts the first."""
+        return {group[0] for group in self._run.place.replicas}
+
     def save_periodic(self, step: int) -> None:
         """Write a periodic checkpoint; all ranks call it at the same step. What fails does not end training."""
         run, engine = self._run, self._run.engine
         engine.progress("save")
         target = run.state.layout.periodic_path(run.config.directory, step, run.fit.number)
-        mine = next(group for group in run.place.replicas if self.rank in group)[0] == self.rank
+        mine = self.rank in self._firsts
         staged, own = None, b""
         try:
             if mine:
@@ -235,7 +242,7 @@ class ShardedLoop(ShardedSource):
             parts = together(engine, f"loop/save/{step}", own, run.config)
             aux = parts and together(engine, f"loop/save/aux/{step}", self.capture(step), run.config)
             if parts and aux:  # who was late once would be waited for again
-                chosen = {rank: parts[rank] for rank in {group[0] for group in run.place.replicas}}
+                chosen = {rank: parts[rank] for rank in self._firsts}
                 done = b""
                 if self.rank == 0 and staged is not None and all(chosen.values()):
                     done = self._publish_periodic(staged, own, chosen, dict(enumerate(aux)))

@@ -77,7 +77,8 @@ class TorchState:
             `state_dict` and `load_state_dict`. For small things, they are copied in every step. Saved once, by any of
             the ranks, and the same on all of them after a resume: nothing that differs between ranks. If it
             differs nevertheless, the log and the incident say so.
-        replicated: says that all ranks hold the same model although it is not wrapped by DistributedDataParallel.
+        replicated: says that all ranks hold the same model although it is not wrapped by DistributedDataParallel; of
+            a sharded one, that ranks which hold the same parts are kept equal although no mesh joins them.
         elastic: the `ElasticLoader` of the loop. It keeps the ranks equal, and is told the epoch as a sampler is.
 
     Raises:
@@ -183,7 +184,7 @@ class TorchState:
             raise ConfigError("model", type(next(iter(self.models.values()))).__name__,
                               "a DistributedDataParallel model, since this job has several ranks",
                               "Wrap it before the session is opened; or say TorchState(..., replicated=True) if your "
-                              "loop itself keeps all ranks equal.")  # fmt: skip
+                              "loop itself keeps all ranks equal. Stages of a pipeline cannot be saved.")  # fmt: skip
 
     def _require_describable(self, world_size: int) -> None:
         if self.engine is not None:
@@ -202,7 +203,7 @@ class TorchState:
         """Which ranks should hold the same. All ranks call it together: a sharded model gathers a few bytes.
 
         Raises:
-            ConfigError: as `require_supported`.
+            ConfigError: as `require_supported`, and as `sharded.replica_groups`.
         """
         if not self.sharded:
             return data_parallel(world_size)
@@ -211,7 +212,7 @@ class TorchState:
             return tuple((rank,) for rank in range(world_size))
         from lastgasp.pytorch.sharded import replica_groups
 
-        return replica_groups(self.modules, world_size)
+        return replica_groups(self.modules, world_size, self.replicated)
 
     @property
     def layout(self) -> Any:
