@@ -76,3 +76,14 @@ def test_the_advice_for_unwrapped_models_does_not_lead_pipelines_astray() -> Non
     advice = "replicated=True) if your loop itself keeps all ranks equal. Stages of a pipeline cannot be saved."
     with pytest.raises(ConfigError, match=re.escape(advice)):
         TorchState(_stage("first")).require_supported(2)
+
+
+def test_ddp_over_some_of_the_ranks_makes_no_replicas_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside tensor or pipeline parallelism: other groups hold other models."""
+    group = object()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda asked: 2 if asked is group else 0)
+    state = TorchState(_stage("first"))
+    state.ddp = SimpleNamespace(process_group=group)  # type: ignore[assignment]
+    state.require_supported(2)
+    with pytest.raises(ConfigError, match=r"'ModuleDict over 2 ranks' is not allowed: .* over all 4 ranks of this job"):
+        state.require_supported(4)

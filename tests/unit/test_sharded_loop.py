@@ -15,6 +15,7 @@ from lastgasp.errors import DeadlineExceeded
 from lastgasp.pytorch.loop import engine_loop, sharded_loop
 from lastgasp.pytorch.loop.engine_loop import EngineLoop
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
+from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.loop.shards_again import ShardsAgain
@@ -200,4 +201,4 @@ def test_a_checkpoint_of_replicas_that_differ_says_whose_values_it_has(
     monkeypatch.setattr(sharded_loop, "notes_on", lambda *_: [])
     files = loop.beside(SimpleNamespace(notes=[]), {}, {})
     wanted = [] if alike else ["the ranks did not hold the same when they were compared; this is what ranks 0, 1 held"]
-    assert notes == wanted and files[sharded_loop.SHARDED_FILE][sharded_loop.KEY]["notes"] == wanted
+    assert notes == wanted and files[SHARDED_FILE][KEY]["notes"] == wanted

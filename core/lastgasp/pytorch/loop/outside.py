@@ -161,7 +161,7 @@ def require_held(state: TorchState) -> None:
 def require_same(state: TorchState, gather: Gather) -> None:
     """Refuse ranks of different models under one name, as stages of a pipeline are. All ranks call it together.
 
-    DistributedDataParallel sees to that itself, and where parameters are sharded `TorchState.groups` does.
+    Where parameters are sharded `TorchState.groups` does.
 
     Args:
         gather: as `Session.gather`.
@@ -170,7 +170,7 @@ def require_same(state: TorchState, gather: Gather) -> None:
         ConfigError: names or shapes differ.
         ControlError, DeadlineExceeded: the ranks could not be asked.
     """
-    if state.ddp is not None or state.sharded:
+    if state.sharded:
         return
     own = repr([(name, tuple(p.shape)) for name, p in state.container.named_parameters() if not is_lazy(p)])
     require_same_names(gather("loop/names", xxhash.xxh3_128_digest(own.encode())))

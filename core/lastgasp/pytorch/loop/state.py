@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -180,9 +181,15 @@ class TorchState:
             if hasattr(optimizer, "consolidate_state_dict") and not is_zero(optimizer):
                 allowed = "an optimizer that each rank holds completely"
                 raise ConfigError("optimizer", type(optimizer).__name__, allowed, remedy)
-        if world_size > 1 and self.ddp is None and not self.replicated:
-            raise ConfigError("model", type(next(iter(self.models.values()))).__name__,
-                              "a DistributedDataParallel model, since this job has several ranks",
+        if world_size > 1 and not self.replicated:
+            self._require_ddp(world_size)
+
+    def _require_ddp(self, world_size: int) -> None:
+        size = 0 if self.ddp is None else dist.get_world_size(self.ddp.process_group)
+        if size < world_size:
+            kind = type(next(iter(self.models.values()))).__name__
+            raise ConfigError("model", f"{kind} over {size} ranks" if size else kind,
+                              f"a DistributedDataParallel model over all {world_size} ranks of this job",
                               "Wrap it before the session is opened; or say TorchState(..., replicated=True) if your "
                               "loop itself keeps all ranks equal. Stages of a pipeline cannot be saved.")  # fmt: skip
 
