@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lastgasp.errors import ConfigError
+from lastgasp.errors import ConfigError, ControlError, DeadlineExceeded
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate, is_initializing
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.state import TorchState
@@ -168,12 +168,16 @@ def require_same(state: TorchState, gather: Gather) -> None:
 
     Raises:
         ConfigError: names or shapes differ.
-        ControlError, DeadlineExceeded: the ranks could not be asked.
     """
     if state.sharded:
         return
     own = repr([(name, tuple(p.shape)) for name, p in state.container.named_parameters() if not is_lazy(p)])
-    require_same_names(gather("loop/names", xxhash.xxh3_128_digest(own.encode())))
+    try:
+        found = gather("loop/names", xxhash.xxh3_128_digest(own.encode()))
+    except (ControlError, DeadlineExceeded) as error:  # a rank has just died, mostly
+        log.debug("the ranks could not compare the names of their parameters: %s", error)
+        return
+    require_same_names(found)
 
 
 class ReplicaWatch:
