@@ -32,6 +32,7 @@ from lastgasp_megatron.exits import NotLoaded, around_load, verdict_of
 from lastgasp_megatron.reload import MegatronSelector
 from lastgasp_megatron.save import REMOVES, Manifests, Saver
 from lastgasp_megatron.tracker import FORMAT, LAYOUT, NAME, Tracker, checkpoint_path, read_tracker
+from lastgasp_megatron.trainings import writer_of
 from support.checkpoint_kit import as_ranks
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'lastgasp[megatron]'")
@@ -43,8 +44,8 @@ def place(rank: int, attempt: int = 0, job: str = "job", since_ns: int = 0) -> P
     return Place(rank=rank, world_size=2, replicas=data_parallel(2), attempt=attempt, job=job, since_ns=since_ns)
 
 
-def manifests(rank: int, gather: Gather, status: RankStatus, job: str = "job") -> Manifests:
-    return Manifests(ManifestWriter(FORMAT, place(rank, job=job)), gather, status)
+def manifests(rank: int, gather: Gather, status: RankStatus, job: str = "job", number: int = 0) -> Manifests:
+    return Manifests(writer_of(place(rank, job=job), number), gather, status)
 
 
 def saved(directory: Path, step: int) -> NativeSave:
@@ -75,12 +76,12 @@ def track(directory: Path, step: object) -> None:
     (directory / NAME).write_text(str(step))
 
 
-def commit(directory: Path, step: int, job: str = "job") -> None:
+def commit(directory: Path, step: int, job: str = "job", number: int = 0) -> None:
     """What both ranks do after a save."""
     statuses = [RankStatus(), RankStatus()]
 
     def body(rank: int, gather: Gather) -> bool:
-        return manifests(rank, gather, statuses[rank], job).commit(saved(directory, step))
+        return manifests(rank, gather, statuses[rank], job, number).commit(saved(directory, step))
 
     assert as_ranks(2, body) == [True, True]
     assert [status.durable for status in statuses] == [step, step]
@@ -114,12 +115,15 @@ OF_THE_START = (
 )  # fmt: skip
 
 
-def choose(directory: Path, attempt: int = 0, job: str = "job", since_ns: int = 0, **given: Any) -> Chosen:
+def choose(
+    directory: Path, attempt: int = 0, job: str = "job", since_ns: int = 0, number: int = 0, **given: Any
+) -> Chosen:
     """Let two ranks agree; returns what they set."""
 
     def body(rank: int, gather: Gather) -> Chosen:
         args = SimpleNamespace(**{"load": str(directory), "save": str(directory), "ckpt_step": None} | given)
-        selector = MegatronSelector(args, options_of(args), place(rank, attempt, job, since_ns), gather)
+        here = place(rank, attempt, job, since_ns)
+        selector = MegatronSelector(args, options_of(args), here, gather, number=number)
         selector.steer()
         left_out = tuple(name for name in OF_THE_START if getattr(args, name, None) not in (None, False))
         finetune = bool(getattr(args, "finetune", False))
@@ -702,3 +706,46 @@ def test_hosts_with_directories_of_their_own_are_refused(tmp_path: Path, monkeyp
 
     for said in as_ranks(2, body):
         assert "a directory that all hosts share: rank 1 did not see" in said
+
+
+# -- several trainings of a script ----------------------------------------------------------------
+
+OTHER_START = [
+    ({"finetune": True}, 20), ({"no_load_optim": True, "no_load_rng": True}, 20), ({"ckpt_step": 10}, 10),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own directory", "one directory"])
+@pytest.mark.parametrize(("given", "step"), OTHER_START)
+def test_a_second_training_begins_with_the_first_ones_checkpoint_as_its_options_say_also_after_a_restart(
+    tmp_path: Path, given: dict[str, Any], step: int, shared: bool
+) -> None:
+    first, second = stored(tmp_path / "a"), tmp_path / ("a" if shared else "b")
+    given, number = {"load": str(first), "save": str(second), **given}, int(shared)
+    begun, again = (choose(tmp_path, attempt=attempt, number=number, **given) for attempt in (0, 1))
+    assert begun == again
+    assert (Path(again.load or "").name, again.resumed, again.goes_on) == ("a", step, False)
+    assert [*again.left_out] == [name for name in OF_THE_START if name in given]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own directory", "one directory"])
+@pytest.mark.parametrize(("given", "step"), OTHER_START)
+def test_a_second_training_goes_on_with_its_own_after_a_restart(
+    tmp_path: Path, given: dict[str, Any], step: int, shared: bool
+) -> None:
+    first, second, number = stored(tmp_path / "a"), tmp_path / ("a" if shared else "b"), int(shared)
+    write_torch(second, 25)
+    track(second, 25)
+    commit(second, 25, number=number)
+    again = choose(tmp_path, attempt=1, number=number, **{"load": str(first), "save": str(second), **given})
+    assert (Path(again.load or "").name, again.resumed, again.goes_on) == (second.name, 25, True)
+    assert again.left_out == ()
+
+
+def test_the_first_training_of_a_directory_has_ended_where_a_later_one_has_saved(tmp_path: Path) -> None:
+    stored(tmp_path)
+    write_torch(tmp_path, 25)
+    track(tmp_path, 25)
+    commit(tmp_path, 25, number=1)
+    again = choose(tmp_path, attempt=1, finetune=True)
+    assert (again.resumed, again.goes_on, again.left_out) == (25, True, ())

@@ -43,6 +43,12 @@ class Steps:
     def cut_short(self) -> bool:
         return False
 
+    def moved_on(self) -> str:
+        return ""
+
+    def logged_late(self) -> str:
+        return ""
+
 
 class Composer:
     """Calls `meanwhile` while it builds the state."""

@@ -170,6 +170,16 @@ def test_the_evaluation_that_follows_a_step_belongs_to_it(loop: Loop) -> None:
     assert loop.steps.boundary.validated == 24
 
 
+def test_what_the_next_line_of_the_log_lacks_is_said(loop: Loop) -> None:
+    loop.args.log_interval = 2
+    loop.iteration()
+    assert loop.steps.logged_late() == (
+        "--log-interval 2: the losses in the next line of the log are means of the iterations behind 1 alone"
+    )
+    loop.iteration()
+    assert loop.steps.logged_late() == ""
+
+
 def test_samples_that_no_rank_gets_are_counted(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = sys.modules["megatron.core.num_microbatches_calculator"]
     for name, size in (("get_current_global_batch_size", 14), ("get_current_running_global_batch_size", 12)):

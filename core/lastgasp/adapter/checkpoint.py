@@ -28,7 +28,7 @@ from lastgasp.checkpoint.part import SavedPart, part_of
 from lastgasp.checkpoint.quarantine import quarantine, set_aside_unfit
 from lastgasp.checkpoint.reader import VerifiedFile
 from lastgasp.checkpoint.retention import prune, remove
-from lastgasp.checkpoint.samefit import differences, is_of_home, name_of_fit
+from lastgasp.checkpoint.samefit import differences, is_of_home, name_of_fit, number_of
 from lastgasp.checkpoint.torch_zip import zip_problem
 from lastgasp.checkpoint.trial import Trial, is_about_content, trained_again
 from lastgasp.checkpoint.unknown import all_of_training, unknown
@@ -63,6 +63,7 @@ __all__ = [
     "name_of_fit",
     "newest_good",
     "next_path",
+    "number_of",
     "part_of",
     "progress_bar",
     "prune",

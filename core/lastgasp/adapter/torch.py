@@ -51,7 +51,7 @@ from lastgasp.pytorch.queued import QueuedWork
 from lastgasp.pytorch.ranges import Range, Sink
 from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
-from lastgasp.pytorch.statedigest import digests_of
+from lastgasp.pytorch.statedigest import digest, digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
 from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
 from lastgasp.trailer import split_trailer, with_trailer
@@ -106,6 +106,7 @@ __all__ = [
     "contribute",
     "decode_aux",
     "decode_epoch",
+    "digest",
     "digests_of",
     "exception_origin",
     "extrastate",

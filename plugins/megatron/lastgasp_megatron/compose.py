@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lastgasp.adapter import NotSaveable
+from lastgasp.adapter.torch import extrastate
 from lastgasp_megatron.aux_state import native
 from lastgasp_megatron.merge import Weight
 from lastgasp_megatron.steps import Boundary, Built, is_stub, parts_of
@@ -44,9 +45,11 @@ class Composer:
         """
         state: dict[str, Any] = {"args": self._arguments(boundary), "checkpoint_version": 3.0}
         state["iteration"] = boundary.step
+        known: dict[int, Any] = {**boundary.kept.by_id(), **weights}
         for index, chunk in enumerate(self._model):
             name = "model" if len(self._model) == 1 else f"model{index}"
-            state[name] = _weights(chunk.state_dict_for_save_checkpoint(keep_vars=True), weights, boundary.buffers)
+            state[name] = found = _weights(chunk.state_dict_for_save_checkpoint(keep_vars=True), known)
+            extrastate.put(found, boundary.kept.extra.get(index, {}))
         if not is_stub(self.optimizer):
             state["optimizer"] = self._optimizer_state(boundary)
         if boundary.scheduler is not None:
@@ -137,11 +140,8 @@ def with_random(content: dict[str, Any], rank: int, shard: Shard, aux: Mapping[i
     return content | {"rng_state": [native(aux.get(rank) or own) for rank in shard.data_ranks]}
 
 
-def _weights(
-    state: Mapping[str, Any], weights: Mapping[int, Weight], buffers: Mapping[int, Tensor]
-) -> dict[str, Any]:
-    """A model's state with what stands for some of its parameters, and its buffers as they were at the step's end."""
-    known = {**buffers, **weights}
+def _weights(state: Mapping[str, Any], known: Mapping[int, Any]) -> dict[str, Any]:
+    """A model's state with what stands for some of its parameters, or was copied at the step's end, by `id`."""
     return {
         key: known.get(id(value), value.detach()) if isinstance(value, Tensor) else value
         for key, value in state.items()

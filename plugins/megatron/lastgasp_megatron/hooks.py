@@ -15,6 +15,7 @@ from lastgasp_megatron.args import saves
 from lastgasp_megatron.exits import around_load
 from lastgasp_megatron.lead import leads_itself
 from lastgasp_megatron.own_part import without_gloo
+from lastgasp_megatron.trainings import Trainings
 
 if TYPE_CHECKING:
     from lastgasp_megatron.run import Run
@@ -43,6 +44,7 @@ class Training:
         self._again: EnteredFromFiles | None = None
         self._trained = self._outside = self._parsed = False
         self._told: BaseException | None = None
+        self._trainings = Trainings()
 
     def hooks(self) -> list[Hook]:
         """Everything that is wrapped (docs/facts/megatron.md §1)."""
@@ -65,6 +67,7 @@ class Training:
     def around_pretrain(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
         """The entire training, which has ended well only when this returns; called again for a recovery in place."""
         pretrain, self._trained = Pretrain(args, kwargs, first=not self._trained), True
+        self._trainings.begins()
         self._again = again = EnteredFromFiles(pretrain.why, pretrain.values)
         self._parsed = pretrain.parsed
         if again.wait():
@@ -111,7 +114,7 @@ class Training:
         megatron = get_args()
         if getattr(megatron, "skip_train", False) or leads_itself(megatron) or not saves(megatron):
             return call(*args, **kwargs)
-        self._run = run = Run(megatron, self._again, self._parsed)
+        self._run = run = Run(megatron, self._again, self._trainings, parsed=self._parsed)
         atexit.register(self._at_exit)
         try:
             run.choose()

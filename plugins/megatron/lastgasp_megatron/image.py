@@ -38,6 +38,7 @@ class Image:
         layouts: of these optimizers.
         aux: the rank's auxiliary state.
         looked: the optimizer's tensors were found to be what they are taken for.
+        training: of which training of the script (`trainings.name_of`).
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Image:
     layouts: tuple[Layout, ...]
     aux: bytes
     looked: bool
+    training: str = ""
 
 
 def encoded(image: Image, host: Callable[[int, Tensor], Tensor]) -> list[Piece]:

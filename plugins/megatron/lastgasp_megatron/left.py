@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from lastgasp.adapter import CheckpointError, GaspConfig, LastgaspError, ManifestWriter, Place, Session, cause_of
+from lastgasp.adapter import CheckpointError, GaspConfig, LastgaspError, Place, Session, cause_of
 from lastgasp.adapter.arenas import left_by_all
 from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp_megatron.image import Image, decoded, problem
 from lastgasp_megatron.shards import Exchange
-from lastgasp_megatron.tracker import FORMAT, LAYOUT, checkpoint_path, write_tracker
+from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
+from lastgasp_megatron.trainings import name_of, writer_of
 from lastgasp_megatron.writing import passed_on, slices_of, write_file
 
 log = logging.getLogger("lastgasp")
@@ -32,16 +33,19 @@ class _Part(msgspec.Struct, frozen=True):
 _PARTS = msgspec.msgpack.Decoder(_Part)
 
 
-def save_left(session: Session, place: Place, config: GaspConfig) -> None:
+def save_left(session: Session, place: Place, config: GaspConfig, number: int = 0) -> None:
     """Write what was left, where no checkpoint is as new; all ranks call it together, before they choose one.
 
     It is kept until training begins, for an attempt that follows if this one does not come to that. What cannot be
-    written costs that step, with a note, and not the job.
+    written, such as what another training of the script has left, costs that step, with a note, and not the job.
+
+    Args:
+        number: of the training in its script (`Trainings`).
 
     Raises:
         ControlError, DeadlineExceeded: the ranks could not agree.
     """
-    writing = _Writing(session, place, config)
+    writing = _Writing(session, place, config, number)
     try:
         with left_by_all(session, writing.why_not, newer=True) as taken:
             if taken is None:
@@ -56,7 +60,8 @@ def save_left(session: Session, place: Place, config: GaspConfig) -> None:
 
 
 class _Writing:
-    def __init__(self, session: Session, place: Place, config: GaspConfig) -> None:
+    def __init__(self, session: Session, place: Place, config: GaspConfig, number: int) -> None:
+        self._number, self._training = number, name_of(number, config.directory)
         self._session, self._place, self._config = session, place, config
         self._exchange = Exchange(config.directory, place, config.save_timeout)
         self._image: Image | None = None
@@ -69,6 +74,8 @@ class _Writing:
         try:
             self._image = image = decoded(payload)
             found = problem(image)
+            if image.training != self._training:
+                return f"it is of {image.training}, and this is {self._training}"
         except Exception as error:  # whatever it is, it costs the step and not the job
             return f"it cannot be read ({cause_of(error)})"
         return found if image.rank == self._place.rank else f"it is of rank {image.rank}"
@@ -135,7 +142,7 @@ class _Writing:
         if staged is None or place.rank != min(parts):
             return b""
         saved = SavedPart(step=self._step, staged=staged, nbytes=staged.nbytes, part=parts[place.rank])
-        writer, target = ManifestWriter(FORMAT, place), staged.target
+        writer, target = writer_of(place, self._number), staged.target
         saved.publish(parts, writer.provenance(self._step, "gasp", writer.newest_beside(target, LAYOUT)))
         write_tracker(self._config.directory, self._step)
         self._exchange.close(self._step)

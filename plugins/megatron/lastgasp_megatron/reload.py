@@ -35,6 +35,7 @@ from lastgasp_megatron.tracker import (
     tracker_saying,
     write_tracker,
 )
+from lastgasp_megatron.trainings import is_of
 
 log = logging.getLogger("lastgasp")
 
@@ -55,6 +56,7 @@ class MegatronSelector(SelectionPolicy):
         args: Megatron's namespace; `load` and `ckpt_step` are set in it.
         gather: the all-gather of the job.
         preload: what this rank loads while it verifies; None verifies first, and lets Megatron read again.
+        number: of the training in its script (`Trainings`).
 
     Attributes:
         resumed: the iteration that was chosen; 0 where none was.
@@ -65,15 +67,16 @@ class MegatronSelector(SelectionPolicy):
     one_disk = True
 
     def __init__(
-        self, args: Any, options: Options, place: Place, gather: Gather, preload: MegatronPreload | None = None
-    ) -> None:
+        self, args: Any, options: Options, place: Place, gather: Gather, preload: MegatronPreload | None = None,
+        *, number: int = 0,
+    ) -> None:  # fmt: skip
         named = (args.load, options.gasp.directory, getattr(args, "save", None))
         self._all, self._own = _folders(named), _folders(named[1:])
         self.restarts_from_own = bool(getattr(args, "finetune", False))
         # A new training from old weights: what lies in --save is not where it starts.
         folders = self._all[:1] if self.restarts_from_own and args.load else self._all
         super().__init__(options.gasp, place, folders, LAYOUT)
-        self._args, self._options, self._preload = args, options, preload
+        self._args, self._options, self._preload, self._number = args, options, preload, number
         self._ckpt_step, self._load = getattr(args, "ckpt_step", None), args.load
         self._selector = CheckpointSelector(self, gather, is_about_content)
         self._chosen: Candidate | None = None
@@ -182,11 +185,17 @@ class MegatronSelector(SelectionPolicy):
         """Where the training starts; a restart looks where the job saves."""
         folders = self.folders
         if own and self.place.restarted:
-            folders = self._own if self.restarts_from_own and self.asked() is None else self._all
+            folders = self._own
         found = [self.judged(one) for one in candidates(folders, LAYOUT)]
         if own:
-            return [one for one in found if one.manifest and one.manifest.job == self.place.job]
+            return [one for one in found if self._is_own(one)]
         return _without_abandoned(found)
+
+    def _is_own(self, one: Candidate) -> bool:
+        """Whether this training has saved it: with what an earlier one of the script has saved it may begin."""
+        of = one.manifest
+        job = of is not None and of.job == self.place.job
+        return job and one.path.parent in self._own and is_of(one, self._number)
 
     def judged(self, candidate: Candidate) -> Candidate:
         """Not one that Megatron cannot load, or has not finished saving."""
@@ -244,8 +253,8 @@ class MegatronSelector(SelectionPolicy):
         vars(self._args).update(self._put_off)  # for one that has not loaded
         self._put_off = {}
         of = candidate.manifest
-        own = of is not None and of.job == self.place.job and of.creator.time_ns >= self.place.since_ns
-        self.goes_on = self.place.restarted and own
+        begun = of is not None and of.creator.time_ns >= self.place.since_ns
+        self.goes_on = self.place.restarted and begun and self._is_own(candidate)
         given = {name: off for name, off in _OF_THE_START.items() if getattr(self._args, name, None) not in (None, off)}
         if self.goes_on and getattr(self._args, "no_save_rng", False):
             given.pop("no_load_rng", None)

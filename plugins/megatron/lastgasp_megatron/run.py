@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as distributed
 
-from lastgasp.adapter import AdapterRun, Framework, ManifestWriter, asked_recovery, cause_of, place_in_job
+from lastgasp.adapter import AdapterRun, Framework, asked_recovery, cause_of, place_in_job
 from lastgasp.adapter.arenas import arena_of
 from lastgasp.adapter.torch import EnteredFromFiles, Files, connect, from_rank_0, kind_of, process_groups
 from lastgasp_megatron.again import not_again, recovery_for
@@ -30,7 +30,8 @@ from lastgasp_megatron.state import MegatronState
 from lastgasp_megatron.steps import Built
 from lastgasp_megatron.testing import install_faults
 from lastgasp_megatron.topology import replicas_of, shard_of
-from lastgasp_megatron.tracker import FORMAT, LAYOUT, checkpoint_path
+from lastgasp_megatron.tracker import LAYOUT, checkpoint_path
+from lastgasp_megatron.trainings import Trainings, writer_of
 
 log = logging.getLogger("lastgasp")
 
@@ -41,6 +42,7 @@ class Run:
     Args:
         args: Megatron's namespace.
         again: has the training entered again after a fault; None where it was not begun by `pretrain`.
+        trainings: counts those of the script.
         parsed: its options were parsed before `pretrain` was called.
 
     Attributes:
@@ -54,10 +56,12 @@ class Run:
     state: MegatronState
     chunks: Sequence[Any] = ()
 
-    def __init__(self, args: Any, again: EnteredFromFiles | None, parsed: bool = False) -> None:
+    def __init__(
+        self, args: Any, again: EnteredFromFiles | None, trainings: Trainings, *, parsed: bool = False
+    ) -> None:
         refuse(args)
         self.args, self._again, self._options, found = args, again, options_of(args), versions()
-        self._parsed = parsed
+        self._parsed, self._number = parsed, trainings.number(self._options.gasp.directory)
         self._asked = asked_recovery(getattr(args, "lastgasp_recovery", None)) is not None
         self._recovery = recovery_for(args)
         self._arena = arena_of(getattr(args, "lastgasp_arena", None))
@@ -76,9 +80,11 @@ class Run:
         self.session, self.save_mark = self.life.session, self.life.source.mark
         self.session.register(str(device()), found)
         self.marks: MegatronMarks | None = None
-        self.selector = MegatronSelector(args, self._options, place, self.session.gather, _preload(args))
+        self.selector = MegatronSelector(
+            args, self._options, place, self.session.gather, _preload(args), number=self._number
+        )
         self.selector.note = self.session.note
-        writer = ManifestWriter(FORMAT, place, sha256=self._options.gasp.sha256)
+        writer = writer_of(place, self._number, sha256=self._options.gasp.sha256)
         self.saver = Saver(args, Manifests(writer, self.session.gather, self.session.status))
         self.life.on_close(self.saver.close)
 
@@ -95,7 +101,7 @@ class Run:
         """Choose the checkpoint that Megatron will load, with what ranks before have left in arenas."""
         place, session = self._place, self.session
         if self._arena != 0 and not place.incarnation and needs_arenas(place, session):
-            save_left(session, place, self._options.gasp)
+            save_left(session, place, self._options.gasp, self._number)
         self.selector.steer()
 
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -103,8 +109,9 @@ class Run:
         life, chunks = self.life, list(model) if isinstance(model, list | tuple) else [model]
         built, self.chunks = Built(self.args, chunks, optimizer, scheduler), chunks
         self.state = state = MegatronState(
-            built, self._options.gasp, self._place, self.session, lambda: life.alike, arena=self._arena
-        )
+            built, self._options.gasp, self._place, self.session, lambda: life.alike, arena=self._arena,
+            number=self._number,
+        )  # fmt: skip
         state.source.present = self.selector.present
         life.on_close(state.close, last=True)
         life.on_close(state.steps.uninstall)

@@ -30,6 +30,7 @@ class MegatronSource:
         device: where the weights are; writer: names who writes.
         alike: whether all replicas were found to hold the same.
         note: reports what people must know (`Session.note`).
+        training: which training of the script (`trainings.name_of`).
 
     Attributes:
         unsound: why nothing can be saved for as long as this process lives; empty where it can.
@@ -49,8 +50,9 @@ class MegatronSource:
         *,
         alike: Callable[[], bool] = lambda: True,
         note: Callable[[str], None] = lambda text: None,
+        training: str = "",
     ) -> None:
-        self._note = note
+        self._note, self._training = note, training
         self._steps, self._random, self._composer, self._device = steps, random, composer, device
         self._optimizer, self._shard = composer.optimizer, composer.shard
         self._writer, self._config, self._alike = writer, config, alike
@@ -100,6 +102,7 @@ class MegatronSource:
             layouts=tuple(layout_of(one) for one in parts) if slices else (),
             aux=self._random.read(step),
             looked=self.looked or not self._steps.updated,
+            training=self._training,
         )
 
     def payload(self, boundary: Boundary) -> list[Piece]:
@@ -144,7 +147,18 @@ class MegatronSource:
             if self._steps.cut_short():
                 self._note(f"the evaluation behind iteration {step} was cut short and is not repeated: no log has its "
                            "result, and later ones have the samples that they would have had")  # fmt: skip
-            yield self.image(boundary)
+            image = self.image(boundary)
+            self._require_of_the_step(image, boundary)
+            yield image
+
+    def _require_of_the_step(self, image: Image, boundary: Boundary) -> None:
+        if image.content is None:
+            return
+        for text in filter(None, (boundary.kept.missing, self._steps.logged_late())):
+            self._note(text)
+        if moved := self._steps.moved_on():
+            raise NotSaveable(f"{moved} has changed since the end of step {boundary.step}, and had not before, so "
+                              "that no copy was made")  # fmt: skip
 
     def _require(self, step: int) -> Boundary:
         steps = self._steps

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lastgasp.adapter import ConfigError, Digests, GaspConfig, ManifestWriter, Place, Session
+from lastgasp.adapter import ConfigError, Digests, GaspConfig, Place, Session
 from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.torch import digests_of
 from lastgasp_megatron.aux_state import RandomState
@@ -20,7 +20,7 @@ from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.source import MegatronSource
 from lastgasp_megatron.steps import Boundary, Built, Steps, chain_of, parts_of
 from lastgasp_megatron.topology import advice, shard_of
-from lastgasp_megatron.tracker import FORMAT
+from lastgasp_megatron.trainings import name_of, writer_of
 
 log = logging.getLogger("lastgasp")
 
@@ -43,6 +43,7 @@ class MegatronState:
         session: is asked before parameters change, told each completed step, and what people must know.
         alike: whether all replicas were found to hold the same.
         arena: which steps are copied into an arena, where a shard has no replica.
+        number: of the training in its script (`Trainings`).
 
     Attributes:
         steps: counts them.
@@ -60,6 +61,7 @@ class MegatronState:
         alike: Callable[[], bool] = lambda: True,
         *,
         arena: ArenaMode = 0,
+        number: int = 0,
     ) -> None:
         # A stage of a pipeline may have no experts, and then has one optimizer.
         shard = replace(shard_of(built.args), has_experts=len(chain_of(built.optimizer)) > 1)
@@ -74,12 +76,14 @@ class MegatronState:
             before_update=self._device.gate(session),
             step_completed=self._completed,
             keep=self._keep,
+            note=session.note,
         )
         self._begun = self.steps.step
-        composer, writer = Composer(built, shard), ManifestWriter(FORMAT, place)
+        composer, writer = Composer(built, shard), writer_of(place, number)
         self.source = MegatronSource(
-            self.steps, self._random, composer, self._device, writer, config, alike=alike, note=session.note
-        )
+            self.steps, self._random, composer, self._device, writer, config, alike=alike, note=session.note,
+            training=name_of(number, config.directory),
+        )  # fmt: skip
         self._off = arena == 0
         wanted = arena != 0 and needs_arenas(place, session)
         self._keeping = Keeping(self.source, arena, place, session, self._device.settle) if wanted else None

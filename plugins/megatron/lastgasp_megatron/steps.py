@@ -9,14 +9,13 @@ second is made right behind it: no collective lies between the two, where a dead
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-
 from lastgasp.adapter import Undo, replace_attribute
+from lastgasp_megatron.beside import Beside, Kept
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class Boundary:
         scalers: state of each optimizer's loss scaler, None without one.
         adam: updates that each inner optimizer has counted; None when unknown.
         validated: validation samples, with those of the evaluation that follows the step.
-        buffers: the model's own buffers by their id, copied: such as the bias of a router, which is changed before the
-            update.
+        kept: what of the model no update makes, copied: such as the bias of a router, which is changed before it.
     """
 
     step: int
@@ -41,7 +39,7 @@ class Boundary:
     scalers: tuple[dict[str, Any] | None, ...]
     adam: tuple[int | None, ...]
     validated: int = 0
-    buffers: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
+    kept: Kept = field(default=Kept(), compare=False)
 
 
 class Built(NamedTuple):
@@ -62,6 +60,7 @@ class Steps:
         before_update: called before parameters change; may raise, and then they do not.
         step_completed: called when a step is complete.
         keep: called before that: the optimizer's state is that of the step.
+        note: reports what people must know (`Session.note`).
 
     Attributes:
         settled: the model's weights have been copied from the optimizer's since its last update.
@@ -78,12 +77,13 @@ class Steps:
         before_update: Callable[[], None],
         step_completed: Callable[[int], None],
         keep: Callable[[Boundary], None] = lambda boundary: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._args, model, self._optimizer, self._scheduler = built
         self._parts = parts_of(built.optimizer)
         self._inners = [one.optimizer for one in self._parts]
         self._ahead: dict[int, Any] = {}  # what the steps that were made with the first one's have returned
-        self._buffers = [one for chunk in model for one in _kept_buffers(chunk)]
+        self._beside = Beside(model, self._parts, note)
         self._capture, self._before_update, self._step_completed = capture, before_update, step_completed
         self._keep = keep
         self.step = self.logged = int(getattr(built.args, "iteration", 0) or 0)
@@ -92,7 +92,7 @@ class Steps:
         self.on_settled: Undo = _nothing
         self._counted = self._tried = False
         self._undo: list[Undo] = []
-        self.boundary = self._now(self.step, self._copied())
+        self.boundary = self._now(self.step, self._beside.take(self.step))
 
     def install(self) -> None:
         """Watch Megatron's optimizer and the inner ones. Idempotent."""
@@ -126,11 +126,12 @@ class Steps:
         """`train_step` has returned. One that left the weights alone (loss scale) counts, too."""
         if self._tried and not self._counted:
             self._capture(self.step + 1, True)
+            self.inside = True  # what was copied of the step before is about to be replaced
             self._complete(updated=False)
 
     def _settle(self, step: int) -> None:
         self._capture(step, True)
-        self.boundary = self._now(step, self.boundary.buffers)
+        self.boundary = self._now(step, self.boundary.kept)
         self.step = step
 
     def _outer_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -171,7 +172,7 @@ class Steps:
 
     # -- what belongs to it -----------------------------------------------------------------------
 
-    def _now(self, step: int, buffers: Mapping[int, Tensor]) -> Boundary:
+    def _now(self, step: int, kept: Kept) -> Boundary:
         """Between two iterations all counters agree."""
         args, scheduler = self._args, self._scheduler
         return Boundary(
@@ -182,7 +183,7 @@ class Steps:
             scalers=self._scalers(),
             adam=self.counted(),
             validated=self._validated(),
-            buffers=buffers,
+            kept=kept,
         )
 
     def _following(self, updated: bool) -> Boundary:
@@ -200,8 +201,20 @@ class Steps:
             scalers=self._scalers(),
             adam=self.counted(),
             validated=self._validated() + _evaluated_after(step, self._args),
-            buffers=self._copied(),
+            kept=self._beside.take(step),
         )
+
+    def moved_on(self) -> str:
+        """What has changed since the completed step and was not copied; empty if nothing has."""
+        return self._beside.changed()
+
+    def logged_late(self) -> str:
+        """What the next line of Megatron's log will lack of the steps up to the completed one; empty if nothing."""
+        every, step = int(getattr(self._args, "log_interval", None) or 1), self.boundary.step
+        if not step % every:
+            return ""
+        return (f"--log-interval {every}: the losses in the next line of the log are means of the iterations behind "
+                f"{step} alone")  # fmt: skip
 
     def cut_short(self) -> bool:
         """Megatron has not finished the evaluation that follows the completed step."""
@@ -222,24 +235,9 @@ class Steps:
         scalers = [getattr(one, "grad_scaler", None) for one in self._parts]
         return tuple(dict(scaler.state_dict()) if scaler is not None else None for scaler in scalers)
 
-    def _copied(self) -> dict[int, Tensor]:
-        found = [module._buffers[name] for module, name in self._buffers]
-        return {id(buffer): buffer.detach().clone() for buffer in found if buffer is not None}
-
 
 def _nothing() -> None:
     """The default of `on_settled`."""
-
-
-def _kept_buffers(chunk: Any) -> list[tuple[nn.Module, str]]:
-    """Where those of a part of the model are that are in its state."""
-    modules = chunk.modules() if isinstance(chunk, nn.Module) else ()
-    return [
-        (module, name)
-        for module in modules
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    ]
 
 
 def _evaluated_after(step: int, args: Any) -> int:
