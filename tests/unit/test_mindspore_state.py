@@ -56,7 +56,7 @@ class Small:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.frozen, self.accumulated = dict[str, Any](), dict[str, Any]()
+        self.frozen, self.accumulated, self.still = dict[str, Any](), dict[str, Any](), dict[str, Any]()
 
     def capture(self, numbers: Numbers) -> None:
         """Noted."""

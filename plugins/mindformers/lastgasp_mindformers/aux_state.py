@@ -7,13 +7,15 @@ since callbacks may change them before the next step; its weights and moments ar
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy
+import xxhash
 
 from lastgasp.adapter import CrashSafeBuffer
 
@@ -21,6 +23,10 @@ VERSION = 1
 _ROOM = 1 << 14
 _LARGEST = 1 << 20
 """Bytes; a larger parameter outside of the optimizer is a frozen weight, not a statistic (`frozen.Frozen`)."""
+_ALWAYS, _IN_ALL = 1 << 20, 32 << 20
+"""Bytes of the statistics, the smallest first: that are captured whether they change or not; of all that are."""
+_WATCHED_STEPS = 3
+"""Behind the first of them one beyond `_ALWAYS` must change, by the graph or a callback, to be captured any longer."""
 RESET = ("accu_grads",)
 """Prefixes of parameters that are zero again at the end of each step."""
 SCALE = "scale_sense"
@@ -72,16 +78,30 @@ class AuxState(msgspec.Struct, frozen=True, array_like=True):
     """What the training data are (`data.described`); empty where that is not known."""
     epochs: int = 0
     """How many a plain training is to have in all."""
+    still: bytes = b""
+    """Digests of the statistics that are not captured any longer, since they do not change."""
 
 
 _STATES = msgspec.msgpack.Decoder(AuxState)
 _PYTHON = msgspec.msgpack.Decoder(tuple[int, tuple[int, ...], float | None])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Watched:
     name: str
     param: Any
+    was: Statistic | None = None
+    """As captured last."""
+    changes: bool = False
+    """It has changed since the first time."""
+
+    def read(self) -> Statistic:
+        """As it stands; the same object as long as it does not change."""
+        array = self.param.asnumpy()
+        if self.was is None or not _holds(self.was, array):
+            self.changes = self.was is not None
+            self.was = Statistic(self.name, array.dtype.str, array.shape, array.tobytes())
+        return self.was
 
 
 class AuxRecorder:
@@ -95,6 +115,8 @@ class AuxRecorder:
         epochs: how many the job is to train in all; 0 where that is not known.
         names: of the statistics, which may differ from rank to rank.
         frozen: by name, the parameters that are neither captured nor the optimizer's.
+        still: by name, those of `names` that are not captured any longer, since they did not change in the first steps,
+            and digests of them.
         accumulated: those that should be zero at the end of each step.
     """
 
@@ -102,33 +124,63 @@ class AuxRecorder:
         self.buffer = CrashSafeBuffer(_ROOM)
         self.data, self.epochs = "", 0
         statistics, values, others = _watched(train_network)
-        self._watched = statistics + values
+        self._watched = [*statistics, *values]
+        self._droppable = frozenset(one.name for one in _beyond(statistics, _ALWAYS))
+        self.still: dict[str, tuple[Any, bytes]] = {}
+        self._still, self._steps = b"", 0
+        self._captured: AuxState | None = None
         self.names = frozenset(watched.name for watched in statistics)
         self.accumulated = {one.name: one.param for one in others if one.name.startswith(RESET)}
         self.frozen = {one.name: one.param for one in others if one.name not in self.accumulated}
 
     def capture(self, numbers: Numbers) -> None:
         """As of now. One thread at a time."""
-        data = self.encoded(numbers)
+        self._drop(numbers)
+        state = self._state(numbers)
+        if state == self._captured:
+            return  # the callbacks behind a step have changed and drawn nothing
+        data = msgspec.msgpack.encode(state)
         if len(data) > self.buffer.capacity:
             self.buffer.grow(2 * len(data))
         self.buffer.begin(numbers.step, True)[: len(data)] = data
         self.buffer.end(len(data))
+        self._captured = state
 
     def encoded(self, numbers: Numbers) -> bytes:
         """The auxiliary state as it stands."""
+        return msgspec.msgpack.encode(self._state(numbers))
+
+    def _drop(self, numbers: Numbers) -> None:
+        """From now on the large ones that have not changed are read when they are saved, as frozen weights are."""
+        if not self._droppable or self._captured is None or numbers.step == self._captured.numbers.step:
+            return
+        self._steps += 1
+        watched = [one for one in self._watched if one.name in self._droppable]
+        if self._steps == 2:
+            for one in watched:
+                one.changes = False  # in the first step MindSpore may have broadcast them
+        if self._steps <= _WATCHED_STEPS:
+            return
+        for one in watched:
+            now = one.read()
+            if not one.changes:
+                self._watched.remove(one)
+                self.still[one.name] = one.param, xxhash.xxh3_128_digest(now.data)
+        self._droppable, self._still = frozenset(), b"".join(digest for _, digest in self.still.values())
+
+    def _state(self, numbers: Numbers) -> AuxState:
         kind, key, position, has_gauss, gauss = _numpy_state()
-        state = AuxState(
+        return AuxState(
             version=VERSION,
             numbers=numbers,
             python=msgspec.msgpack.encode(random.getstate()),
             numpy=(str(kind), key.tobytes(), int(position), int(has_gauss), float(gauss)),
             generator=_generator(),
-            statistics=tuple(_statistic(watched) for watched in self._watched),
+            statistics=tuple(watched.read() for watched in self._watched),
             data=self.data,
             epochs=self.epochs,
+            still=self._still,
         )
-        return msgspec.msgpack.encode(state)
 
     def restore_scaling(self, state: AuxState) -> None:
         """Restore the loss scale and its age from `state`, if it is dynamic in both."""
@@ -148,7 +200,7 @@ class AuxRecorder:
         changed = [
             (watched.param, was)
             for watched, was in zip(self._watched, state.statistics, strict=True)
-            if _statistic(watched) != was
+            if not _holds(was, watched.param.asnumpy())
         ]
         for param, was in changed:
             ops.assign(param, _as_it(param, was.array()))  # a compiled graph may not see `set_data`
@@ -249,19 +301,35 @@ def _watched(train_network: Any) -> tuple[tuple[_Watched, ...], tuple[_Watched, 
     every = [_Watched(name, param) for name, param in named.items() if id(param) not in weights]
     own = [one for one in every if id(one.param) not in theirs]
     values = tuple(one for one in every if id(one.param) in theirs and _size(one.param) == 1 and _counts(one))
-    return tuple(filter(_counts, own)), values, tuple(one for one in own if not _counts(one))
+    too_many = {one.name for one in _beyond(filter(_counts, own), _IN_ALL)}
+    captured = tuple(one for one in own if _counts(one) and one.name not in too_many)
+    return captured, values, tuple(one for one in own if not _counts(one) or one.name in too_many)
+
+
+def _beyond(watched: Iterable[_Watched], room: int) -> list[_Watched]:
+    """Those that the smaller ones leave no room for."""
+    by_size = sorted(watched, key=lambda one: (_bytes(one.param), one.name))
+    ends = itertools.accumulate(_bytes(one.param) for one in by_size)
+    return [one for one, end in zip(by_size, ends, strict=True) if end > room]
 
 
 def _size(param: Any) -> int:
     return int(numpy.prod(param.shape))
 
 
+def _bytes(param: Any) -> int:
+    return _size(param) * int(param.itemsize)
+
+
 def _counts(watched: _Watched) -> bool:
-    param = watched.param
-    small = _size(param) * param.itemsize <= _LARGEST
-    return small and not watched.name.startswith(RESET) and "BFloat16" not in str(param.dtype)
+    small = _bytes(watched.param) <= _LARGEST
+    return small and not watched.name.startswith(RESET) and "BFloat16" not in str(watched.param.dtype)
 
 
-def _statistic(watched: _Watched) -> Statistic:
-    array = watched.param.asnumpy()
-    return Statistic(watched.name, array.dtype.str, array.shape, array.tobytes())
+def _holds(statistic: Statistic, array: Any) -> bool:
+    """Whether these are its bytes, NaN or not."""
+    if statistic.kind != array.dtype.str or tuple(statistic.shape) != array.shape:
+        return False
+    contiguous = array if array.flags.c_contiguous else array.copy()
+    mine = numpy.frombuffer(statistic.data, numpy.uint8)
+    return bool(numpy.array_equal(mine, contiguous.reshape(-1).view(numpy.uint8)))

@@ -9,6 +9,7 @@ for a note, and at each gasp out of a graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -22,10 +23,16 @@ class Frozen:
     Args:
         params: by name; empty where no gasp comes out of a graph (on a device).
         accumulated: those that should be zero at the end of each step.
+        still: smaller ones that have not changed so far, with digests of them; it may become more while training runs.
     """
 
-    def __init__(self, params: Mapping[str, Any], accumulated: Mapping[str, Any]) -> None:
-        self._params, self._accumulated = params, accumulated
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        accumulated: Mapping[str, Any],
+        still: Mapping[str, tuple[Any, bytes]] = MappingProxyType({}),
+    ) -> None:
+        self._params, self._accumulated, self._still = params, accumulated, still
         self._known = self._before = self._digests()
         self._ended = 0
 
@@ -55,10 +62,15 @@ class Frozen:
     def changed(self) -> str:
         """Those that are not what they were, for people; empty where all are."""
         now = self._digests()
-        return _few({name for name, known in self._known.items() if now[name] != known})
+        changed = {name for name, known in self._known.items() if now[name] != known}
+        return _few(changed | {name for name, (param, known) in self._still.items() if _digest(param) != known})
 
     def _digests(self) -> dict[str, bytes]:
-        return {name: xxhash.xxh3_128_digest(bytes_of(param)) for name, param in self._params.items()}
+        return {name: _digest(param) for name, param in self._params.items()}
+
+
+def _digest(param: Any) -> bytes:
+    return xxhash.xxh3_128_digest(bytes_of(param))
 
 
 def kept_sums(params: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, reporte
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later, made
 from lastgasp_mindformers.data import UNSEEDED, changed, described, steps_of_epoch
 from lastgasp_mindformers.digests import digests_of, unknown_yet
+from lastgasp_mindformers.draws import repeated
 from lastgasp_mindformers.exits import cause_of, is_to_be_repeated, kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
 from lastgasp_mindformers.left_files import LeftFiles
@@ -258,7 +259,7 @@ class Run:
         done = self._native.completed_before or int(self.selector.resumed or 0)
         if monitor_of(params.list_callback) is None:
             params.cur_step_num = done  # MindSpore would count from 0 again, and so would all other callbacks
-        if done and (why := forgetful(params.list_callback)):
+        for why in filter(None, (forgetful(params.list_callback), repeated(self._network)) if done else ()):
             self.session.note(why)
         self._offset = done - int(params.cur_step_num)
         self._saves = any(is_monitor(callback) for callback in params.list_callback)

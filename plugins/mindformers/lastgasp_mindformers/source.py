@@ -114,9 +114,11 @@ class MindSporeSource:
         """The files of each rank; those with the same content share their bytes on disk. Returns how many bytes."""
         folder, entries = unique_temp(staged.target), list[FileEntry]()
         written: dict[tuple[Statistic, ...], list[FileEntry]] = {}
-        own = _statistics(states[self.rank])
+        own, still = _statistics(states[self.rank]), _still(states[self.rank])
         try:
             for rank in self._ranks():
+                if _still(states.get(rank, b"")) not in (b"", still):
+                    raise NotSaveable(f"rank {rank} holds other values than this one in parameters that do not change")
                 statistics = _statistics(states[rank]) if rank in states else own
                 files = where.files[rank]
                 paths = {relative: folder / relative for relative in files}
@@ -155,6 +157,10 @@ class MindSporeSource:
 
 def _statistics(data: bytes) -> tuple[Statistic, ...]:
     return decode(data).statistics if data else ()
+
+
+def _still(data: bytes) -> bytes:
+    return decode(data).still if data else b""
 
 
 def _linked(folder: Path, existing: Sequence[FileEntry], files: Sequence[str]) -> bool:

@@ -61,7 +61,7 @@ class MindSporeState:
         readable: bool = True,
     ) -> None:
         self.gate, self.aux = gate, aux
-        self.frozen = Frozen(aux.frozen if gate is not None and readable else {}, aux.accumulated)
+        self.frozen = Frozen(aux.frozen if gate is not None and readable else {}, aux.accumulated, aux.still)
         self._status, self._finish, self._readable = status, finish, readable
         self._before_update, self._step_completed = before_update, step_completed
         self._done = threading.RLock()
