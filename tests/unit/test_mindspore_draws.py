@@ -19,7 +19,7 @@ def net(*primitives: Any) -> Any:
 
 def test_those_with_a_seed_of_their_own_are_named() -> None:
     told = repeated(net(Dropout(keep_prob=0.7, Seed0=3, Seed1=4), Dropout(seed0=0, seed1=5), SimpleNamespace()))
-    assert told.startswith("2 random operations of the network (Dropout) begin their sequences anew")
+    assert told.startswith("random operations of the network (Dropout; 2 in all) begin their sequences anew")
 
 
 def test_those_that_draw_nothing_or_anything_are_not() -> None:

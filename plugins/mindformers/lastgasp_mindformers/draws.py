@@ -25,8 +25,8 @@ def repeated(network: Any) -> str:
     if not found:
         return ""
     return (
-        f"{len(found)} random operations of the network ({', '.join(sorted(set(found))[:3])}) begin their sequences "
-        "anew behind this resume: its first steps draw what the first steps of the training drew (masks of dropout). "
+        f"random operations of the network ({', '.join(sorted(set(found))[:3])}; {len(found)} in all) begin their "
+        "sequences anew behind this resume: its first steps draw what the first steps of the training drew (masks of dropout). "
         "MindSpore keeps their place in its kernels, and in no checkpoint"
     )
 
