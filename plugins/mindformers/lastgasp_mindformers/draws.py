@@ -26,8 +26,8 @@ def repeated(network: Any) -> str:
         return ""
     return (
         f"random operations of the network ({', '.join(sorted(set(found))[:3])}; {len(found)} in all) begin their "
-        "sequences anew behind this resume: its first steps draw what the first steps of the training drew (masks of dropout). "
-        "MindSpore keeps their place in its kernels, and in no checkpoint"
+        "sequences anew behind this resume: its first steps draw what the first steps of the training drew (masks of "
+        "dropout). MindSpore keeps their place in its kernels, and in no checkpoint"
     )
 
 
