@@ -130,7 +130,12 @@ def test_callbacks_that_change_nothing_cost_no_second_capture(
     recorders.append(AuxRecorder(Net(mean)))
     written: list[int] = []
     original = recorders[0].buffer.begin
-    monkeypatch.setattr(recorders[0].buffer, "begin", lambda step, *more: written.append(step) or original(step, *more))
+
+    def begin(step: int, *more: Any) -> Any:
+        written.append(step)
+        return original(step, *more)
+
+    monkeypatch.setattr(recorders[0].buffer, "begin", begin)
     train(recorders[0], 3, mean)
     assert written == [0, 1, 2, 3]
     train(recorders[0], 2, mean, callback=(mean,))
