@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +15,9 @@ from lastgasp.gasp.actions import Action, Kill, RecordPhase, Remark, Send
 from lastgasp.gasp.again import NEW, Again, Offer
 from lastgasp.gasp.auxiliary import NoBuffers
 from lastgasp.gasp.ladder import Ladder
+from lastgasp.gasp.members import Outcome
 from lastgasp.gasp.progress import Progress
+from lastgasp.gasp.saver import Saver
 from lastgasp.topology import ReplicaGroups, data_parallel
 
 WORLD, START, STEP = 3, 4, 8
@@ -709,26 +713,84 @@ def test_who_begins_with_files_takes_in_others_once_the_step_is_saved() -> None:
     assert (new.source, new.environment["RANK"], new.environment["WORLD_SIZE"]) == (-1, "1", "4")
 
 
+class Disk:
+    """Where ranks save; full until it is not."""
+
+    rank, full = 0, True
+
+    def save(self, step: int, *more: Any) -> Any:
+        """Write, or fail."""
+        if self.full:
+            raise OSError("disk full")
+        return SimpleNamespace(path="/ckpts/8", nbytes=1, first_byte_ns=1, part=b"")
+
+    def publish(self, result: Any, parts: Any) -> str:
+        """Done."""
+        return ""
+
+    def discard(self, result: Any) -> None:
+        """Nothing that is good may be thrown away."""
+        raise AssertionError(result)
+
+
+def carried_out(job: Job, savers: dict[int, Saver], sent: list[tuple[int, Any]], actions: list[Action]) -> list[Action]:
+    """Have real savers do what they are told, until nobody says anything any more. Returns all actions."""
+    done = []
+    while actions:
+        done.append(action := actions.pop(0))
+        order = action.message if isinstance(action, Send) else None
+        if isinstance(order, m.Save):
+            savers[action.rank].save(order)
+        elif isinstance(order, m.Commit):
+            savers[action.rank].commit(order)
+        elif isinstance(order, m.Discard):
+            savers[action.rank].discard(order.recovery, order.plan)
+        while sent:
+            actions += job.machine.said(*sent.pop(0), 2.0)
+    return done
+
+
 def test_where_that_step_cannot_be_saved_all_train_on() -> None:
-    """As if nobody had waited; a later fault is answered as ever."""
-    job = grows_from_files()
-    for plan in range(1, 9):
-        for rank in range(WORLD):
-            failed = m.SaveFailed(recovery=1, plan=plan, why="OSError: disk full")
-            actions = job.machine.said(rank, failed, 2.0)
-            if job.machine.state == "running":
-                break
-        if job.machine.state == "running":
-            break
+    """As if nobody had waited; a later fault is answered as ever, by ranks that have failed to save before."""
+    job, sent = Job(offer=GROW, from_files=True, fewer=m.Fewer(may=True, parts=12)), list[tuple[int, Any]]()
+    disk: Any = Disk()
+
+    def saver(rank: int) -> Saver:
+        def send(said: m.Message) -> bool:
+            sent.append((rank, said))
+            return True
+
+        return Saver(disk, send, lambda order: None)
+
+    savers = {rank: saver(rank) for rank in range(WORLD)}
+    stopped(job)
+    actions = carried_out(job, savers, sent, [one for rank in range(WORLD) for one in job.answer(rank)])
     assert {rank: one.target for rank, one in prepares(actions).items()} == dict.fromkeys(ALL, m.CALLED_OFF)
+    assert RecordPhase(phase="called_off") in actions
     assert "disk full" in job.machine.not_grown and (job.machine.again, job.machine.grown) == (None, "")
-    assert stopped(job, 3.0) == {}
-    job.machine.offer = FEWER
+    assert job.machine.outcome == Outcome() and stopped(job, 3.0) == {}
+    job.machine.offer, disk.full = None, False
     job.die(1)
-    for rank in (0, 2):
-        said = m.Prepared(recovery=2, step=STEP, durable=START, usable=True, why="")
-        job.machine.said(rank, said, 4.0)
-    assert (job.machine.state, job.machine.plan) == ("saving", 1)
+    said = m.Prepared(recovery=2, step=STEP, durable=START, usable=True, why="")
+    carried_out(job, savers, sent, [one for rank in (0, 2) for one in job.machine.said(rank, said, 4.0)])
+    assert (job.machine.state, job.machine.outcome.ending) == ("over", "saved")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_where_a_rank_is_lost_in_that_save_nobody_trains_on(silent: bool) -> None:
+    """By a saver that does not answer any more, without a fault that anybody has seen; or a rank that has died."""
+    job, now = grows_from_files(), 1
+    if not silent:
+        job.die(2)
+    while silent and job.machine.plan == 1:
+        now += 1
+        for rank in (1, 2):
+            job.machine.said(rank, m.Status(step=STEP, durable=START, tick=now, phase="save"), now)
+        job.machine.tick(now, 1, frozenset({0}))
+    for plan, rank in itertools.product(range(1, 9), range(WORLD)):
+        job.machine.said(rank, m.SaveFailed(recovery=1, plan=plan, why="OSError: disk full"), now)
+    assert (job.machine.state, job.machine.outcome.ending) == ("over", "gave_up")
+    assert (job.machine.grown, job.machine.shrunk) == ("", "")
 
 
 def test_a_rank_that_dies_while_the_step_is_saved_for_others_restarts_the_job() -> None:

@@ -227,6 +227,18 @@ def test_a_mere_resume_is_no_fault_survived(tmp_path: Path) -> None:
         assert incidents.tally.survived == 1
 
 
+def test_what_is_called_off_is_no_incident(tmp_path: Path) -> None:
+    """All were stopped to take in others, which could not be: no record is left, and none that the next fault has."""
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        attempt = incidents.begin(hello(0, 1, attempt=0, directory=str(tmp_path)))
+        attempt.heard_step(0, m.Begin(step=7, durable=7, buffer_fd=-1))
+        trained = attempt.trained_s
+        for phase in ("detected", "agreed", "called_off"):
+            incidents.phase(RecordPhase(phase=phase))  # type: ignore[arg-type]
+        assert (attempt.incident, attempt.over_since, attempt.trained_s) == (None, None, trained)
+
+
 def test_replaced_ranks_are_counted_over_all_incarnations_of_an_attempt(tmp_path: Path) -> None:
     with closing(RecordWriter()) as writer:
         incidents, seen = Incidents(writer), []

@@ -42,7 +42,7 @@ class Rank:
 
     def __init__(self, number: int, contact: Contact, directory: Path, replicas: ReplicaGroups) -> None:
         self.source, self.counters = FakeSource(), (4, 4)
-        self.frozen = self.accumulated = dict[str, Any]()
+        self.frozen = self.accumulated = self.still = dict[str, Any]()
         self.source.rank = number
         place = Place(rank=number, world_size=2, replicas=replicas, job="job")
         config = GaspConfig.resolve(directory, finish_timeout=LIMIT)

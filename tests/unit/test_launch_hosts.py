@@ -321,7 +321,7 @@ def test_a_spare_ends_with_0_where_the_job_has_ended_well(
 ) -> None:
     handler = SimpleNamespace(_store=HashStore())
     if ended == "well":
-        tell_success(handler)
+        tell_success(handler, wait=True)
     if ended == "with its store":
         handler = SimpleNamespace()
     assert spare(handler).code == code
@@ -345,7 +345,7 @@ class Rendezvous:
 
 def test_a_launcher_that_comes_too_late_hears_how_the_job_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
     handler = Rendezvous(1)
-    teller = threading.Thread(target=tell_success, args=[handler])
+    teller = threading.Thread(target=tell_success, args=[handler, True])
     teller.start()
     until(lambda: handler.closed, "the rendezvous is closed")
     end = never_taken_in(RendezvousClosedError(), handler)
@@ -362,14 +362,14 @@ def test_a_launcher_that_comes_too_late_hears_how_the_job_has_ended(capsys: pyte
 
 def test_the_end_waits_for_nobody_where_nobody_waits() -> None:
     handler = Rendezvous(0)
-    tell_success(handler)
+    tell_success(handler, wait=True)
     assert not handler.closed
 
 
 def test_the_end_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "TOLD", 0.0)
     handler = Rendezvous(1)
-    tell_success(handler)
+    tell_success(handler, wait=True)
     assert handler.closed
 
 

@@ -23,9 +23,9 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of the incident began, or its ending is known."""
+    """A phase of the incident began, or its ending is known; "called_off": there is none, and all train on."""
 
-    phase: Literal["detected", "agreed", "saved", "committed", "released"]
+    phase: Literal["detected", "agreed", "saved", "committed", "released", "called_off"]
 
 
 class WentOn(msgspec.Struct, frozen=True, kw_only=True):

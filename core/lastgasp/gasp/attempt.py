@@ -306,6 +306,9 @@ class Attempt:
 
     def note(self, note: RecordPhase) -> None:
         """Record the time of a phase; open the incident at the first one and complete it at the last."""
+        if note.phase == "called_off":
+            self.incident, self.trained_s = None, self.trained_s[:1]
+            return
         now = _clock.wall_ns()
         if self.incident is None:
             self.trained_s = [*self.trained_s[:1], _clock.monotonic()]

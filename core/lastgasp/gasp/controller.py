@@ -410,7 +410,8 @@ class Controller:
                 self.keepers.ask(rank)
             if action.phase == "released" and self.attempt is not None:
                 self.keepers.agreed(self.attempt.agreed())
-                if path := self.attempt.machine.outcome.path:
+                path, again = self.attempt.machine.outcome.path, self.attempt.again
+                if path and (again is None or again.from_files):
                     self._ahead.begin(path, alone=not self.keepers.most)
 
     def _send(self, rank: int, message: m.Message) -> bool:

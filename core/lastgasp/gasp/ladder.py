@@ -27,7 +27,7 @@ from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, SavePlan
 from .machine import MARGIN, Machine
-from .members import Member
+from .members import Member, Outcome
 from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
 
 AGAIN = 60.0
@@ -199,7 +199,7 @@ class Ladder(Machine):
     def _train_on(self) -> list[Action]:
         """What the ranks were stopped for is not to be."""
         self._growing, self.state, self.reach, self._asked_again = (), "running", -1, 0
-        self._awaited, self.plan = set(), 0
+        self._awaited, self.plan, self.outcome = set(), 0, Outcome()
         for member in self.members.values():
             member.prepared, member.failed, member.failures = None, "", 0
         order = m.Prepare(recovery=self.recovery, faults=(), target=m.CALLED_OFF)
@@ -266,18 +266,17 @@ class Ladder(Machine):
     def _end(self, ending: Ending, reason: str) -> list[Action]:
         """As the machine's; but a step that was saved because only one rank holds it is gone on with in place."""
         again, self._once_saved = self._once_saved, None
-        if again is None or (ending != "saved" and NEW not in again.members):
-            return super()._end(ending, reason)
-        if ending != "saved" and self._from_files:
-            if self.faults:
-                return super()._end(ending, reason)
+        failed, whole = ending != "saved", not self.faults and len(self._here) == self.world_size
+        if again is not None and failed and whole and self._from_files and NEW in again.members:
             self.not_grown, self.grown = fewer_ranks.NOT_GROWN.format(why=reason), ""
-            return [Remark(text=self.not_grown), *self._train_on()]
-        if self._lost_ranks() != again.lost:
-            self.not_in_place, self.shrunk = "another rank was lost while the step was saved", ""
-            self.grown = ""
+            return [RecordPhase(phase="called_off"), Remark(text=self.not_grown), *self._train_on()]
+        if again is None or (failed and (self._from_files or NEW not in again.members)):
+            self.shrunk = self.grown = ""
             return super()._end(ending, reason)
-        if ending != "saved":  # without a fault: those that wait are taken in all the same
+        if self._lost_ranks() != again.lost:
+            self.not_in_place, self.shrunk, self.grown = "another rank was lost while the step was saved", "", ""
+            return super()._end(ending, reason)
+        if failed:  # without a fault: those that wait are taken in all the same
             self.grown += fewer_ranks.UNSAVED.format(why=reason)
             return self._enter_again(msgspec.structs.replace(again, saved=False), 0)
         return self._enter_again(again, self.outcome.lost or 0)

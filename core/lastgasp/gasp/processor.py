@@ -280,7 +280,7 @@ class Processor:
         elif isinstance(message, m.Commit):
             self._spawn("commit", lambda: self._saver.commit(message))
         elif isinstance(message, m.Discard):
-            self._saver.discard(message.plan)
+            self._saver.discard(message.recovery, message.plan)
         elif isinstance(message, m.Release):
             self.over(message)
         elif isinstance(message, m.SwitchOrder):

@@ -121,9 +121,13 @@ def _make_folder(folder: Path) -> None:
         return
     with contextlib.suppress(OSError):
         above = folder.parent.stat()
-        if above.st_uid != os.geteuid():
-            os.chmod(folder, stat.S_IMODE(above.st_mode))
-            os.chown(folder, above.st_uid, above.st_gid)
+        made = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)  # no link put in its place
+        try:
+            if os.fstat(made).st_uid == os.geteuid() != above.st_uid:
+                os.fchmod(made, stat.S_IMODE(above.st_mode))
+                os.fchown(made, above.st_uid, above.st_gid)
+        finally:
+            os.close(made)
 
 
 def write_incident(incident: Incident, directory: Path) -> Path:

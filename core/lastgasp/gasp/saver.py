@@ -32,8 +32,8 @@ class Saver:
 
     def __init__(self, source: StateSource, send: Callable[[m.Message], bool], moved: Callable[[m.Save], None]) -> None:
         self._source, self._send, self._moved = source, send, moved
-        self._results: dict[int, SaveResult] = {}
-        self._void: set[int] = set()
+        self._results: dict[tuple[int, int], SaveResult] = {}
+        self._void: set[tuple[int, int]] = set()
 
     def save(self, order: m.Save) -> None:
         """Write temporary files; they are removed if the plan has been discarded meanwhile."""
@@ -52,9 +52,10 @@ class Saver:
             log.exception("the save of step %d failed", order.step)
             self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
             return
-        self._results[order.plan] = result
-        if order.plan in self._void:  # it took too long, and another holder is saving now
-            self.discard(order.plan)
+        number = order.recovery, order.plan
+        self._results[number] = result
+        if number in self._void:  # it took too long, and another holder is saving now
+            self.discard(*number)
             return
         self._send(
             m.Saved(
@@ -76,7 +77,7 @@ class Saver:
     def commit(self, order: m.Commit) -> None:
         """Make what was written visible."""
         try:
-            note = self._source.publish(self._results.pop(order.plan), order.parts)
+            note = self._source.publish(self._results.pop((order.recovery, order.plan)), order.parts)
         except BaseException as error:  # as in `save`
             log.exception("the checkpoint could not be published")
             self._send(m.SaveFailed(recovery=order.recovery, plan=order.plan, why=m.one_line(error)))
@@ -86,9 +87,9 @@ class Saver:
             self._send(m.Noted(text=m.encodable(note)))
         self._send(m.Committed(recovery=order.recovery, plan=order.plan))
 
-    def discard(self, plan: int) -> None:
-        """Remove what was written for `plan`, now or as soon as it is written."""
-        self._void.add(plan)
-        result = self._results.pop(plan, None)
+    def discard(self, recovery: int, plan: int) -> None:
+        """Remove what was written for this plan of a recovery, now or as soon as it is written."""
+        self._void.add((recovery, plan))
+        result = self._results.pop((recovery, plan), None)
         if result is not None:
             self._source.discard(result)

@@ -371,8 +371,9 @@ class GaspAgent(LocalElasticAgent):
         super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _is_ours(self) -> bool:
-        """Started by `lastgasp run`, or its ranks use lastgasp: other jobs under torchrun see no difference."""
-        return ours() or self._ever_used or self._in_use()
+        """Started by `lastgasp run`, or its ranks, or those of who has invited it, use lastgasp: other jobs under
+        torchrun see no difference."""
+        return ours() or self._ever_used or self._in_use() or self._guest is not None
 
     def _to_be_told(self) -> list[int]:
         """Process ids of this host's running ranks that use lastgasp."""
@@ -393,7 +394,7 @@ class GaspAgent(LocalElasticAgent):
             result: RunResult | None = super().run(role)
             if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._mark, ending = "", "done"  # processes left by a successful job are intentional
-                tell_success(self._worker_group.spec.rdzv_handler)
+                tell_success(self._worker_group.spec.rdzv_handler, wait=ours())
         except SignalException:
             if not self._ended_well():
                 raise

@@ -59,15 +59,19 @@ def lost_rendezvous(error: Exception, hosts: Counter[str] | None, safe: str) -> 
     )
 
 
-def tell_success(handler: Any) -> None:
+def tell_success(handler: Any, wait: bool) -> None:
     """The job has ended well: launchers that wait to be taken in need not be started again.
 
-    The rendezvous ends with the first launcher, so it waits until they have heard that, for `TOLD` seconds at most.
+    Args:
+        wait: they are all lastgasp's. The rendezvous ends with the first launcher, so it waits until they have heard
+            that, for `TOLD` seconds at most. Others would never say so.
     """
     if (store := getattr(handler, "_store", None)) is None:
         return
     with contextlib.suppress(DistError, RuntimeError, RendezvousError, AttributeError):
         store.set(_KEY, b"1")
+        if not wait:
+            return
         handler._state_holder.sync()
         state = handler._state_holder.state
         waiting = len(state.wait_list | state.redundancy_list)
