@@ -89,6 +89,21 @@ def test_of_an_adapter_only_what_its_files_lack_is_kept(tmp_path: Path) -> None:
     assert torch.equal(other.norm.weight, weight) and torch.equal(other.get_parameter("lora.default.weight"), weight)
 
 
+@pytest.mark.parametrize(("lacking", "kept"), [("", set[str]()), ("norm", {"other.weight", "norm.weight", "mean"})])
+def test_weights_under_other_names_count_as_written(lacking: str, kept: set[str], tmp_path: Path) -> None:
+    """As `save_pretrained` writes experts: of names that the model has not, and in other shapes. One is tied."""
+    one: Any = Adapter()
+    one.again = one.other
+    optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad])
+    written = {f"model.{name}": value.detach().clone().reshape(-1, 1) for name, value in one.state_dict().items()
+               if not name.startswith(("again", "lora", lacking or "-"))}  # fmt: skip
+    save_file(written | {"lora.default.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    assert set(left_out(tmp_path, one, one.state_dict(), optimizer)) == kept
+    one.peft_config = {}
+    names = {"other.weight", "norm.weight", "mean"}
+    assert set(left_out(tmp_path, one, one.state_dict(), optimizer)) == names
+
+
 _PACKAGE = '''
 """As TRL has them."""
 import collections
@@ -233,6 +248,42 @@ def test_callbacks_of_the_user_go_on_in_a_restart_alone(
     trainer(tmp_path, counting, LastGasp()).train()
     assert counting.steps == steps
     assert ("Counting.steps: is of another job" in caplog.text) is (attempt == 0)
+
+
+class Unreadable(torch.nn.Linear):
+    """Its tensors do not come to the host, as those of some kinds do not."""
+
+    def named_parameters(self, *_: Any, **more: Any) -> Any:
+        """What has no numbers that can be read."""
+        yield "weight", torch.ones(2).to_sparse()
+
+
+class Holding(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """A reference that was put aside, one that has no shapes as yet, one that cannot be read, one that changes."""
+
+    def __init__(self) -> None:
+        self.aside = torch.nn.Linear(3, 3, device="meta")
+        self.lazy, self.unreadable = torch.nn.LazyLinear(3), Unreadable(2, 2)
+        self.counting = torch.nn.Linear(1, 1)
+        self.counting.weight.data.zero_()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Change it."""
+        self.counting.weight.data.add_(1.0)
+
+
+def test_modules_that_cannot_be_read_do_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_JOB", "night")
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, Holding(), Breaks(5), LastGasp()).train()
+    [incident] = incidents(tmp_path)
+    assert any(note.startswith("Holding.unreadable is not saved, since") for note in incident.notes)
+    assert not any("Holding.aside" in note or "Holding.lazy" in note for note in incident.notes)
+    new_process()
+    monkeypatch.setenv("LASTGASP_ATTEMPT", "1")
+    holding = Holding()
+    trainer(tmp_path, holding, LastGasp()).train()
+    assert holding.counting.weight.item() == 12.0
 
 
 def test_a_model_that_cannot_be_resumed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +90,7 @@ class Job:
         model = [Wrapper(Wrapper(self.net))]
         self.beside = Beside(model, [optimizer], self.notes.append)
         self.step, self.inside, self.updated, self.settled = 0, False, True, True
-        self.moved_on = self.beside.changed
+        self.moved_on, self.extra_moved_on = self.beside.changed, self.beside.extra_changed
         shard = Shard(tensor=0, pipeline=0, part=0, parts=1, data_ranks=(0,))
         args = SimpleNamespace(no_save_rng=True, global_batch_size=1)
         random: Any = SimpleNamespace(read=lambda step: b"random")
@@ -167,12 +169,78 @@ def test_what_changes_for_the_first_time_costs_that_step(
         job.saved()
 
 
-def test_extra_state_that_changes_for_the_first_time_costs_that_step(job: Job) -> None:
+def test_extra_state_that_changes_for_the_first_time_is_saved_as_it_is_with_a_note(job: Job) -> None:
     vars(job.net)["forward"] = lambda: None
     job.train(5)
     job.net.counted += 1
-    with pytest.raises(NotSaveable, match="_extra_state has changed since the end of step 5"):
-        job.saved()
+    assert job.saved()["_extra_state"] == {"counted": 1}
+    assert len(job.notes) == 1 and job.notes[0].startswith("_extra_state (get_extra_state) differs from the end of")
+
+
+class Holder:
+    """A value of the user's own, with a tensor inside."""
+
+    def __init__(self) -> None:
+        self.scale, self.names = torch.ones(3), ["".join(["a", "b"])] * 2
+
+
+def stream() -> io.BytesIO:
+    found = io.BytesIO()
+    found.write(b"scale")
+    return found
+
+
+FRESH: dict[str, Callable[[], Any]] = {
+    "empty": lambda: torch.empty(0, dtype=torch.uint8),
+    "tensor": lambda: torch.arange(4096, dtype=torch.uint8),
+    "meta": lambda: torch.empty(2, device="meta"),
+    "nested": lambda: {"scales": [torch.ones(3), (torch.zeros(2), 1.5)], "name": "".join(["fp", "8"])},
+    "stream": stream,
+    "object": Holder,
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("kind", FRESH)
+def test_equal_extra_state_in_new_memory_has_not_changed(job: Job, kind: str) -> None:
+    held = []  # so that no two are at the same address
+
+    def fresh() -> Any:
+        held.append(FRESH[kind]())
+        return held[-1]
+
+    vars(job.net)["get_extra_state"] = fresh
+    job.beside = Beside([Wrapper(job.net)], [])
+    for step in range(40):
+        kept = job.beside.take(step)
+        assert not kept.extra and not kept.missing and not job.beside.extra_changed()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), {"scale": [torch.ones(2)]}, io.BytesIO(b"1"), 1, b"1"])
+def test_another_value_of_extra_state_is_a_change(job: Job, value: Any) -> None:
+    other = {torch.Tensor: torch.zeros(2), dict: {"scale": [torch.zeros(2)]}, io.BytesIO: io.BytesIO(b"2")}
+    vars(job.net)["get_extra_state"] = lambda: value
+    job.beside = Beside([Wrapper(job.net)], [])
+    for step in range(3):
+        job.beside.take(step)
+    vars(job.net)["get_extra_state"] = lambda: other.get(type(value), 2)
+    assert job.beside.extra_changed() == "_extra_state"
+
+
+def test_extra_state_without_a_digest_is_copied_always(job: Job) -> None:
+    vars(job.net)["get_extra_state"] = lambda: {"storage": torch.ones(2).untyped_storage()}
+    job.beside = Beside([Wrapper(job.net)], [])
+    assert all(job.beside.take(step).extra for step in range(6)) and not job.beside.extra_changed()
+
+
+def test_extra_state_that_has_changed_once_is_copied_from_then_on(job: Job) -> None:
+    vars(job.net)["forward"] = lambda: None
+    job.train(3)
+    job.net.counted += 1
+    job.train(40)
+    assert job.boundary.kept.extra == {0: {"_extra_state": {"counted": 1}}}
+    job.net.counted += 1
+    assert job.saved()["_extra_state"] == {"counted": 1} and not job.notes
 
 
 def copied(job: Job) -> dict[str, int]:
@@ -188,7 +256,7 @@ def test_only_what_changes_is_copied_and_always_to_the_same_memory(job: Job) -> 
     assert copied(job) == first
 
 
-def test_what_has_changed_once_is_copied_until_it_was_seen_to_stay(job: Job) -> None:
+def test_what_has_changed_once_is_copied_from_then_on(job: Job) -> None:
     job.train(4)
     job.net.change("tower")
     job.train(1)
@@ -196,8 +264,10 @@ def test_what_has_changed_once_is_copied_until_it_was_seen_to_stay(job: Job) -> 
     there = job.live()
     job.net.change("tower")
     assert torch.equal(job.saved()["tower"], there["tower"])
-    job.train(12)
-    assert "tower" not in copied(job)
+    job.train(40)
+    there = job.live()
+    job.net.change("tower")
+    assert torch.equal(job.saved()["tower"], there["tower"])
 
 
 def test_no_memory_for_a_copy_is_said_once_and_costs_steps_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,9 @@ class Steps:
     def moved_on(self) -> str:
         return ""
 
+    def extra_moved_on(self) -> str:
+        return ""
+
     def logged_late(self) -> str:
         return ""
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from lastgasp.adapter.again import Limits, Places, Root, UserValues, fill, packed
 from lastgasp.pytorch.uservalues import walk
+from lastgasp.pytorch.uservalues.contents import Long
 from support.value_graphs import NAMES, Script, form_of
 
 
@@ -200,6 +201,24 @@ def test_a_long_list_that_changes_elsewhere_cannot_be_put_back(change: Callable[
     assert values.cannot() == ""
     change(holder.losses)
     assert "holder.losses, a list of 100 entries, was changed other than at its end" in values.cannot()
+
+
+def test_what_is_slow_to_verify_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, now = make(losses=[str(i) for i in range(100)]), [0.0]
+    monkeypatch.setattr("time.thread_time", lambda: now[0])
+    compared = Long.changed
+
+    def slowly(self: Long) -> str:
+        now[0] += 0.1
+        return compared(self)
+
+    monkeypatch.setattr(Long, "changed", slowly)
+    values = kept(holder)
+    for _ in range(Limits().patience):
+        assert values.cannot() == ""
+        values.verify()
+        values.take()
+    assert "recording the values of the user's objects takes 100 ms of each step" in values.cannot()
 
 
 def test_what_the_end_of_an_epoch_clears_is_put_back_where_it_was_verified_before() -> None:

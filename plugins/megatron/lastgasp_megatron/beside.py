@@ -2,11 +2,13 @@
 
 Buffers, parameters outside of the optimizer (momentum encoders, averages of weights), extra state of modules: at a
 fault they are ahead of the last step where the forward pass has changed them. What changes is copied at the end of each
-step, always to the same memory; the rest is compared with its digest when it is saved.
+step, always to the same memory; the rest is compared with its digest when it is saved. What was seen to change once
+counts as changing from then on.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor, TypedStorage, UntypedStorage, nn
 
 from lastgasp.adapter import cause_of
 from lastgasp.adapter.torch import digest, extrastate
@@ -47,7 +49,7 @@ class Kept:
 
 
 class Beside:
-    """That of one model. The training thread calls `take`; `changed` is for the engine's threads, while that one waits.
+    """That of one model. The training thread calls `take`; the rest is for the engine's threads, while that one waits.
 
     Args:
         chunks: Megatron's parts of the model; optimizers: those that have parameters on this rank.
@@ -78,9 +80,12 @@ class Beside:
         return Kept(copies, extra, missing)
 
     def changed(self) -> str:
-        """What has changed since the end of the step although it seemed not to change; empty if nothing has."""
-        found = [place.label for place in self._places if place.copy is None and place.differs()]
-        return _some(found + self._extra.changed())
+        """Tensors that have changed since the end of the step and had seemed not to change; empty if none has."""
+        return _some([place.label for place in self._places if place.copy is None and place.differs()])
+
+    def extra_changed(self) -> str:
+        """Extra state of which the same is so. Its bytes may differ where nothing has changed (`_content`)."""
+        return _some(self._extra.changed())
 
 
 class _Place:
@@ -102,12 +107,12 @@ class _Place:
         at = _at(live)
         if live.numel() * live.element_size() <= self._always:
             self._moves = True
-        elif look:
+        elif look and not self._moves:
             found = _digest_of(live)
             # What it has no digest of is copied always.
             self._moves, self._digest = found is None or (bool(self._at) and found != self._digest), found
         elif at != self._at:
-            self._moves = True
+            self._moves = True  # for good: what changes seldom would be lost at a fault behind such a change
         self._at = at
         if self._moves:
             self._copy(live.detach())
@@ -169,27 +174,50 @@ class _Extra:
         return found, self._states.missing(taken)
 
     def _look(self) -> None:
-        found = {key: _pickled(module) for key, module in self._all.items()}
+        found = {key: _content(module) for key, module in self._all.items() if key not in self._moving}
         known, self._digests = self._digests, found
-        moving = {key for key, one in found.items() if one == b"" or known.get(key, one) != one}
-        if moving != self._moving:
-            self._moving = moving
-            self._states = extrastate.ExtraStates({key: self._all[key] for key in moving})
+        if moving := {key for key, one in found.items() if one == b"" or known.get(key, one) != one}:
+            self._moving |= moving
+            self._states = extrastate.ExtraStates({key: self._all[key] for key in self._moving})
 
     def changed(self) -> list[str]:
         fixed = {key: one for key, one in self._digests.items() if key not in self._moving and not self._failed}
-        return [key[1] for key, one in fixed.items() if _pickled(self._all[key]) != one]
+        return [key[1] for key, one in fixed.items() if _content(self._all[key]) != one]
 
 
 _KEY = "_extra_state"
 
 
-def _pickled(module: nn.Module) -> bytes:
-    """A digest of its extra state; empty where it has none."""
+def _content(module: nn.Module) -> bytes:
+    """A digest of its extra state; empty where it has none.
+
+    Of tensors their values count, not where they are. Bytes that a module has pickled itself (Transformer Engine's) may
+    name an address all the same, and differ each time.
+    """
+    hidden = io.BytesIO()
     try:
-        return xxhash.xxh3_128_digest(pickle.dumps(module.get_extra_state()))
-    except (pickle.PicklingError, TypeError, AttributeError):
+        _ByContent(hidden).dump(module.get_extra_state())
+    except Exception:  # the user's own methods
         return b""
+    return xxhash.xxh3_128_digest(hidden.getbuffer())
+
+
+class _ByContent(pickle.Pickler):
+    """Pickles equal values to equal bytes: tensors as digests, and what is there twice two times."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.fast = True
+
+    def persistent_id(self, value: Any) -> bytes | None:
+        """What stands for a value; None for the value itself."""
+        if isinstance(value, Tensor):
+            return digest([value])
+        if isinstance(value, io.BytesIO):
+            return xxhash.xxh3_128_digest(value.getbuffer())
+        if isinstance(value, UntypedStorage | TypedStorage):
+            raise pickle.PicklingError("a storage is pickled with its address")
+        return None
 
 
 def ids_of(optimizers: Sequence[Any]) -> frozenset[int]:

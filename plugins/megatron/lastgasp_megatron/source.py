@@ -159,6 +159,9 @@ class MegatronSource:
         if moved := self._steps.moved_on():
             raise NotSaveable(f"{moved} has changed since the end of step {boundary.step}, and had not before, so "
                               "that no copy was made")  # fmt: skip
+        if extra := self._steps.extra_moved_on():
+            self._note(f"{extra} (get_extra_state) differs from the end of step {boundary.step}, and had not before: "
+                       "it is saved as it is now. A resume will not be bit-equal where it matters")  # fmt: skip
 
     def _require(self, step: int) -> Boundary:
         steps = self._steps

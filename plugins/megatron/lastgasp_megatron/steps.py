@@ -205,8 +205,12 @@ class Steps:
         )
 
     def moved_on(self) -> str:
-        """What has changed since the completed step and was not copied; empty if nothing has."""
+        """Tensors that have changed since the completed step and were not copied; empty if none has."""
         return self._beside.changed()
+
+    def extra_moved_on(self) -> str:
+        """Extra state of modules of which the same is so."""
+        return self._beside.extra_changed()
 
     def logged_late(self) -> str:
         """What the next line of Megatron's log will lack of the steps up to the completed one; empty if nothing."""

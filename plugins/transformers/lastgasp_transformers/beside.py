@@ -7,6 +7,7 @@ loaded after what Trainer loads.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,7 +36,9 @@ def left_out(folder: Path, model: nn.Module, values: Mapping[str, Tensor], optim
     Raises:
         OSError: the files cannot be read.
     """
-    written = {name for file in folder.glob("*.safetensors") for name in _names(file)}
+    written = {name: count for file in folder.glob("*.safetensors") for name, count in _counts(file).items()}
+    if not hasattr(model, "peft_config") and _has_all(model, written):
+        return {}
     lacking = {name: values.get(name, one).detach() for name, one in _changing(model, optimizer, written)}
     if lacking:
         for name in _renamed(lacking, folder.rglob(_ADAPTERS)):
@@ -83,6 +86,19 @@ def adapters_as_they_are(model: nn.Module) -> Iterator[None]:
             one.requires_grad_(was)
 
 
+def _has_all(model: nn.Module, written: Mapping[str, int]) -> bool:
+    """Whether as many numbers were written as the model has, tied ones counted once.
+
+    Under which names is no matter: `save_pretrained` gives experts and prefixes those of the published checkpoints.
+    """
+    owned: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    owned |= {name: owner[key] for name, (owner, key) in persistent_buffers(model)}
+    all_own = {id(one): one.numel() for one in owned.values()}
+    known = {id(owned[name]): count for name, count in written.items() if name in owned}
+    others = sum(count for name, count in written.items() if name not in owned)
+    return sum(known.values()) + others >= sum(all_own.values())
+
+
 def _changing(model: nn.Module, optimizer: Any, written: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """That are not written under a name of theirs; tied ones have several."""
     trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -115,9 +131,11 @@ def _content(value: Tensor) -> tuple[Any, ...]:
     return *_form(value), hash(flat.view(torch.uint8).numpy().tobytes())
 
 
-def _names(file: Path) -> list[str]:
+def _counts(file: Path) -> dict[str, int]:
+    """How many numbers each tensor in it has."""
     with safe_open(file, "pt") as opened:
-        return list(opened.keys())
+        names = list(opened.keys())
+        return {name: math.prod(opened.get_slice(name).get_shape()) for name in names}
 
 
 def _tensors(file: Path) -> Iterator[Tensor]:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lastgasp.adapter.again import Root
 
@@ -26,35 +27,41 @@ class HeldModules:
     Args:
         trainer: what is in its model is saved elsewhere.
         roots: Trainer and callbacks that may hold some.
+        note: told of those that cannot be read, which are not saved; training goes on.
     """
 
-    def __init__(self, trainer: Any, roots: Iterable[Root]) -> None:
-        self._trainer, self._roots = trainer, list(roots)
+    def __init__(self, trainer: Any, roots: Iterable[Root], note: Callable[[str], object]) -> None:
+        self._trainer, self._roots, self._note = trainer, list(roots), note
         self._before: dict[str, bytes] = {}
+        self._unread = set[str]()
         self._script = set(self._found())
         self._always = set[str]()
 
     def starts(self) -> None:
         """The hooks of the start have run: what they have made is made of the weights that this process began with."""
         found = self._found()
-        self._before = {name: _digest(one) for name, one in found.items() if name in self._script}
+        self._before = {name: digest for name, one in found.items()
+                        if name in self._script and (digest := self._digest(name, one))}  # fmt: skip
         self._always |= found.keys() - self._script
 
     def names(self) -> set[str]:
         """Attributes whose modules are saved, should training change them."""
-        saved = {id(one) for one in self._found().values()}
+        saved = {id(one) for name, one in self._found().items() if name not in self._unread}
         return {attribute for attribute, _, one in self._candidates() if id(one) in saved}
 
     def changed(self) -> States:
-        """What training has changed.
-
-        Raises:
-            RuntimeError: a device does not answer.
-        """
-        found = self._found()
-        names = [name for name, one in found.items() if name in self._always or self._before.get(name) != _digest(one)]
-        return {name: {key: value.detach().to("cpu", copy=True) for key, value in self._state(found[name]).items()}
-                for name in names}  # fmt: skip
+        """What training has changed. Never raises."""
+        states: States = {}
+        for name, one in self._found().items():
+            if name not in self._always:
+                digest = self._digest(name, one)
+                if digest is None or digest == self._before.get(name):
+                    continue
+            try:
+                states[name] = {key: value.detach().to("cpu", copy=True) for key, value in self._state(one).items()}
+            except Exception as error:  # of a kind of tensor, or of a device
+                self._cannot(name, error)
+        return states
 
     def put_back(self, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """Give them what was saved. Returns, one line each, what has no place here."""
@@ -90,17 +97,31 @@ class HeldModules:
                         yield f"{root.name}.{name}", f".{place}" if parts is value else "", one
 
     def _state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Its tensors that are not the model's."""
+        """Its tensors that are not the model's and have numbers: those on "meta" do not, nor lazy ones as yet."""
         model = self._trainer.model
         own = {id(one) for one in (*model.parameters(), *model.buffers())} if model is not None else set()
         all_named = (*module.named_parameters(), *module.named_buffers())
-        return {name: one for name, one in all_named if id(one) not in own}
+        return {name: one for name, one in all_named if id(one) not in own and not one.is_meta and not is_lazy(one)}
+
+    def _digest(self, name: str, module: nn.Module) -> bytes | None:
+        """None if it cannot be read."""
+        try:
+            return _digest(self._state(module).values())
+        except Exception as error:  # of a kind of tensor, or of a device
+            self._cannot(name, error)
+            return None
+
+    def _cannot(self, name: str, error: Exception) -> None:
+        if name not in self._unread:
+            self._unread.add(name)
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note(f"{name} is not saved, since it cannot be read: {why}")
 
 
-def _digest(module: nn.Module) -> bytes:
+def _digest(tensors: Iterable[Tensor]) -> bytes:
     """Of numbers out of each tensor: changes of `.data` are not counted by torch."""
     found = hashlib.blake2b(digest_size=16)
-    for one in (*module.parameters(), *module.buffers()):
+    for one in tensors:
         flat = one.detach().reshape(-1)
         part = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().cpu()
         found.update(part.view(torch.uint8).numpy().tobytes())

@@ -72,7 +72,7 @@ class CarriedValues:
     def __init__(self, trainer: Any, place: adapter.Place, session: adapter.Session) -> None:
         self._trainer, self._place, self._session = trainer, place, session
         self.roots = roots_of(trainer)
-        self.held = HeldModules(trainer, self.roots)
+        self.held = HeldModules(trainer, self.roots, session.note)
         self._values: UserValues | None = None
         self._step, self._start = -1, Began()
         self._began = Began.of(self.roots, self._known())

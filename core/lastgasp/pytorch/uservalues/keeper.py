@@ -46,7 +46,7 @@ class UserValues:
         self.moving: set[int] = set()
         self.seen: dict[int, Seen] = {}
         self.refused, self.unknown = "", dict[str, str]()
-        self._before, self._slow = 0.0, 0
+        self._before, self._slow, self._verifying = 0.0, 0, 0.0
 
     @property
     def rows(self) -> list[Row]:
@@ -69,7 +69,8 @@ class UserValues:
             self._refuse(str(error))
         except Exception as error:  # the user's objects; training must not end for it
             self._refuse(f"the values of the user's objects cannot be recorded: {type(error).__name__}: {error}")
-        used, step, self._before = time.thread_time() - used, now - self._before, now
+        used, step, self._before = time.thread_time() - used + self._verifying, now - self._before, now
+        self._verifying = 0.0
         limits = self.limits
         slow = used > max(limits.seconds, limits.share * step) and not first
         self._slow = self._slow + 1 if slow else 0
@@ -82,9 +83,11 @@ class UserValues:
         self.long, self.big, self.seen = {}, {}, {}
 
     def verify(self) -> None:
-        """Long containers are compared now: what is due after a boundary may clear them."""
+        """Long containers are compared now: what is due after a boundary may clear them. The next `take` counts it."""
+        began = time.thread_time()
         for long in self.long.values():
             long.verified = long.verified or not long.changed()
+        self._verifying += time.thread_time() - began
 
     def note(self) -> str:
         """What is not kept although it may change, in one line; empty if all is kept."""
