@@ -738,13 +738,14 @@ def carried_out(job: Job, savers: dict[int, Saver], sent: list[tuple[int, Any]],
     done = []
     while actions:
         done.append(action := actions.pop(0))
+        saver = savers[action.rank] if isinstance(action, Send) else None
         order = action.message if isinstance(action, Send) else None
-        if isinstance(order, m.Save):
-            savers[action.rank].save(order)
-        elif isinstance(order, m.Commit):
-            savers[action.rank].commit(order)
-        elif isinstance(order, m.Discard):
-            savers[action.rank].discard(order.recovery, order.plan)
+        if saver and isinstance(order, m.Save):
+            saver.save(order)
+        elif saver and isinstance(order, m.Commit):
+            saver.commit(order)
+        elif saver and isinstance(order, m.Discard):
+            saver.discard(order.recovery, order.plan)
         while sent:
             actions += job.machine.said(*sent.pop(0), 2.0)
     return done

@@ -235,7 +235,7 @@ def test_what_is_called_off_is_no_incident(tmp_path: Path) -> None:
         attempt.heard_step(0, m.Begin(step=7, durable=7, buffer_fd=-1))
         trained = attempt.trained_s
         for phase in ("detected", "agreed", "called_off"):
-            incidents.phase(RecordPhase(phase=phase))  # type: ignore[arg-type]
+            incidents.phase(RecordPhase(phase=phase))
         assert (attempt.incident, attempt.over_since, attempt.trained_s) == (None, None, trained)
 
 

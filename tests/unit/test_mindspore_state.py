@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy
 import pytest
+import xxhash
 
 from lastgasp import _clock
 from lastgasp.adapter import ManifestWriter
@@ -21,7 +23,7 @@ from lastgasp.errors import Moved, NotSaveable
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import RankStatus, Released
 from lastgasp.topology import Place, data_parallel
-from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, loss_scale
+from lastgasp_mindformers.aux_state import AuxRecorder, AuxState, Numbers, Statistic, loss_scale
 from lastgasp_mindformers.frozen import Frozen
 from lastgasp_mindformers.source import MindSporeSource
 from lastgasp_mindformers.state import PATIENCE, SETTLE, MindSporeState
@@ -460,6 +462,45 @@ def test_a_large_parameter_that_the_graph_has_changed_is_not_saved_as_of_the_ste
     rank.state.step_end(numbers(5))
     source.discard(source.save(5, {}, "because"))
     assert not list(tmp_path.iterdir())
+
+
+def aux_state(still: bytes, *names: str) -> bytes:
+    """What a rank has captured: one zero of each name."""
+    return msgspec.msgpack.encode(
+        AuxState(
+            version=1,
+            numbers=numbers(4),
+            python=b"",
+            numpy=("MT19937", b"", 0, 0, 0.0),
+            generator=(0, 0),
+            statistics=tuple(Statistic(name, "<f4", (1,), bytes(4)) for name in names),
+            still=still,
+        )
+    )
+
+
+def test_constants_that_differ_from_rank_to_rank_are_noted_and_do_not_prevent_the_save(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    native, place = Native(tmp_path), Place(rank=0, world_size=3, replicas=data_parallel(3), job="job")
+    config = GaspConfig(directory=tmp_path)
+    source = MindSporeSource(rank.state, native, ManifestWriter(FORMAT, place), config, notes.append)
+    monkeypatch.setattr(source, "capture", lambda step: aux_state(b"mine", "mean"))
+    table = Param()
+    rank.state.frozen = Frozen({}, {}, {"table": (table, xxhash.xxh3_128_digest(bytes(16)))})
+    source.discard(source.save(4, {1: aux_state(b"mine", "mean")}, "because"))
+    assert not notes
+    theirs = {1: aux_state(b"theirs", "mean"), 2: b""}
+    source.discard(source.save(4, theirs, "because"))
+    [note] = notes
+    assert note.startswith("rank 1 began with other values than rank 0")
+    with pytest.raises(NotSaveable, match="what changes on rank 1"):
+        source.save(4, {1: aux_state(b"theirs", "mean", "table")}, "because")
+    table.value += 1
+    with pytest.raises(NotSaveable, match="that have changed: table"):
+        source.save(4, theirs, "because")
+    assert not list(tmp_path.iterdir()) and len(notes) == 1
 
 
 def test_a_rank_with_its_own_shard_writes_only_that(rank: Rank, tmp_path: Path) -> None:

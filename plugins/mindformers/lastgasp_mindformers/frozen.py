@@ -63,7 +63,14 @@ class Frozen:
         """Those that are not what they were, for people; empty where all are."""
         now = self._digests()
         changed = {name for name, known in self._known.items() if now[name] != known}
-        return _few(changed | {name for name, (param, known) in self._still.items() if _digest(param) != known})
+        return _few(changed | self._moved_late())
+
+    def not_still(self) -> str:
+        """Of the smaller ones, those that have changed after all, for people; empty where none has."""
+        return _few(self._moved_late())
+
+    def _moved_late(self) -> set[str]:
+        return {name for name, (param, known) in self._still.items() if _digest(param) != known}
 
     def _digests(self) -> dict[str, bytes]:
         return {name: _digest(param) for name, param in self._params.items()}

@@ -227,7 +227,7 @@ class Run:
             finish=session.config.finish_timeout,
             readable=readable,
         )
-        self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config)
+        self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config, session.note)
         self.source.present, self.source.in_order = self.selector.present, self.selector.in_order
         self.life.bind(self)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from lastgasp_mindformers.aux_state import Numbers, Statistic, decode
 from lastgasp_mindformers.listing import by_samples
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.targets import Target
+
+log = logging.getLogger("lastgasp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +52,22 @@ class MindSporeSource:
     Args:
         state: the state of training; native: how checkpoints are named and written.
         writer: names who writes; config: how many gasps to keep.
+        note: reports what people must know about what is saved (`Session.note`).
 
     Attributes:
         present: the manifests that were there when training began (`CheckpointSelector.present`).
         in_order: which checkpoints of a directory count towards `keep`, newest first.
     """
 
-    def __init__(self, state: MindSporeState, native: Writer, writer: ManifestWriter, config: GaspConfig) -> None:
-        self._state, self._native, self._writer, self._config = state, native, writer, config
+    def __init__(
+        self,
+        state: MindSporeState,
+        native: Writer,
+        writer: ManifestWriter,
+        config: GaspConfig,
+        note: Callable[[str], None] = lambda text: log.warning("%s", text),
+    ) -> None:
+        self._state, self._native, self._writer, self._config, self._note = state, native, writer, config, note
         self.rank = writer.place.rank
         self.present: frozenset[str] | None = None
         self.in_order: Callable[[list[Candidate]], list[Candidate]] = by_samples
@@ -114,11 +125,10 @@ class MindSporeSource:
         """The files of each rank; those with the same content share their bytes on disk. Returns how many bytes."""
         folder, entries = unique_temp(staged.target), list[FileEntry]()
         written: dict[tuple[Statistic, ...], list[FileEntry]] = {}
-        own, still = _statistics(states[self.rank]), _still(states[self.rank])
+        own = _statistics(states[self.rank])
+        self._compare_still(states)
         try:
             for rank in self._ranks():
-                if _still(states.get(rank, b"")) not in (b"", still):
-                    raise NotSaveable(f"rank {rank} holds other values than this one in parameters that do not change")
                 statistics = _statistics(states[rank]) if rank in states else own
                 files = where.files[rank]
                 paths = {relative: folder / relative for relative in files}
@@ -137,6 +147,26 @@ class MindSporeSource:
             with contextlib.suppress(OSError):
                 DISK.remove(folder)
         return sum(entry.size for entry in entries)
+
+    def _compare_still(self, states: Mapping[int, bytes]) -> None:
+        """Note whose constants will be those of this rank, since nothing holds their own. Raises NotSaveable."""
+        mine = states[self.rank]
+        still, names = _still(mine), {one.name for one in _statistics(mine)}
+        others = [rank for rank in self._ranks() if _still(states.get(rank, b"")) not in (b"", still)]
+        for rank in others:
+            if {one.name for one in _statistics(states[rank])} != names:
+                raise NotSaveable(f"what changes on rank {rank} is not what changes on rank {self.rank}")
+        if not others:
+            return
+        named = f"rank {', '.join(map(str, others))}"
+        if changed := self._state.frozen.not_still():
+            raise NotSaveable(
+                f"{named} began with other values than this one in parameters that have changed: {changed}"
+            )
+        self._note(
+            f"{named} began with other values than rank {self.rank} in parameters of the network that do not change: "
+            f"saved are those of rank {self.rank}"
+        )
 
     # -- publishing -------------------------------------------------------------------------------
 

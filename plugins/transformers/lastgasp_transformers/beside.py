@@ -93,7 +93,7 @@ def _has_all(model: nn.Module, written: Mapping[str, int]) -> bool:
     """
     owned: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     owned |= {name: owner[key] for name, (owner, key) in persistent_buffers(model)}
-    all_own = {id(one): one.numel() for one in owned.values()}
+    all_own: dict[int, int] = {id(one): one.numel() for one in owned.values()}
     known = {id(owned[name]): count for name, count in written.items() if name in owned}
     others = sum(count for name, count in written.items() if name not in owned)
     return sum(known.values()) + others >= sum(all_own.values())
