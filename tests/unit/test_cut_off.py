@@ -151,14 +151,20 @@ def test_the_folder_of_the_records_belongs_to_whom_the_checkpoints_belong(
 ) -> None:
     """A launcher of root's makes it, and the ranks run as another user."""
     made: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(os, "chown", lambda path, uid, gid: made.append((path.name, uid, gid)))
+
+    def given(fd: int, uid: int, gid: int) -> None:
+        made.append((os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2], uid, gid))
+
+    monkeypatch.setattr(os, "fchown", given)
     own, others = tmp_path / "own", tmp_path / "others"
     for folder in (own, others):
         folder.mkdir()
     others.chmod(0o770)
     of_the_others(own)
     assert made == []
-    monkeypatch.setattr(os, "geteuid", lambda: others.stat().st_uid + 1)
+    launcher, fstat = others.stat().st_uid + 1, os.fstat
+    monkeypatch.setattr(os, "geteuid", lambda: launcher)
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((*fstat(fd)[:4], launcher, *fstat(fd)[5:])))
     of_the_others(others)
     of_the_others(others)
     assert made == [("incidents", others.stat().st_uid, others.stat().st_gid)]
