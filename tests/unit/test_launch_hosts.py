@@ -366,6 +366,13 @@ def test_the_end_waits_for_nobody_where_nobody_waits() -> None:
     assert not handler.closed
 
 
+def test_the_end_does_not_wait_for_launchers_of_others() -> None:
+    """Under plain torchrun: those that wait would never say that they have heard."""
+    handler = Rendezvous(1)
+    tell_success(handler, wait=False)
+    assert not handler.closed and spare(handler).code == 0
+
+
 def test_the_end_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "TOLD", 0.0)
     handler = Rendezvous(1)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from lastgasp.ports import Gather, Layout
 from lastgasp.testing import corrupt
 from lastgasp.topology import Place, data_parallel
 from lastgasp_mindformers import begun, unfit
+from lastgasp_mindformers.base import begun_from
 from lastgasp_mindformers.listing import by_samples
 from lastgasp_mindformers.reload import MindFormersSelector, Selected
 from lastgasp_mindformers.steering import resume_request_of
@@ -511,6 +512,24 @@ def test_a_fine_tuning_resumes_from_what_it_has_saved_itself(tmp_path: Path, loa
     assert [config["selector"].resumed for config in asked] == [8, 8]
     other = request | {"load_checkpoint": str(tmp_path / "another")}
     assert [config["selector"].resumed for config in home.steer(other, job="sixth")] == [None, None]
+
+
+def test_what_the_first_rank_cannot_list_is_said_by_all(tmp_path: Path) -> None:
+    """None waits for it until the deadline, to say something else."""
+    place, told, said = Place(rank=0, world_size=2, replicas=((0, 1),), job="first"), list[bytes](), list[str]()
+
+    def gather(tag: str, payload: bytes) -> list[bytes]:
+        told.append(payload)
+        return [told[0], b""]
+
+    def there() -> set[str]:
+        raise ConfigError("output_dir", "/closed", "a directory that can be listed", "Give one.")
+
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match="/closed") as raised:
+            begun_from(tmp_path / "base", tmp_path, replace(place, rank=rank), gather, there)
+        said.append(str(raised.value))
+    assert len(told) == 2 and said[0] == said[1]
 
 
 def test_a_fine_tuning_whose_files_are_lost_does_not_begin_again(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ log = logging.getLogger("lastgasp")
 LAYOUT, SHARDED = SingleFile(".ckpt"), DirectoryLayout("*.ckpt")
 """Of checkpoints that one rank writes, and of those that each rank writes a part of."""
 
+_Saver = tuple[str, int]
+"""Of a ModelCheckpoint: its key, and 0 for its best ones, 1 for its last one."""
+
+
 def _here(storage: Any, location: str) -> Any:
     """Load to the CPU."""
     return storage
-
-
-_Saver = tuple[str, int]
-"""Of a ModelCheckpoint: its key, and 0 for its best ones, 1 for its last one."""
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from lastgasp.adapter import Gather, Place
+from lastgasp.adapter import ConfigError, Gather, Place
 from lastgasp.adapter.checkpoint import ADOPTED, Candidate
 from lastgasp.adapter.files import write_atomically
 
@@ -43,6 +43,8 @@ class Base(msgspec.Struct, frozen=True):
 
 
 _BASES = msgspec.json.Decoder(Base)
+_TOLD = msgspec.json.Decoder(tuple[Base | None, tuple[str, str, str, str] | None])
+"""What rank 0 has found: one of both, and a ConfigError by its parts."""
 
 
 def key(path: Path) -> str:
@@ -63,10 +65,20 @@ def begun_from(load: Path, directory: Path, place: Place, gather: Gather, there:
 
     Raises:
         DeadlineExceeded, ControlError: the ranks could not agree.
-        ConfigError: as `there`.
+        ConfigError: as `there`; the same on all ranks, of which none waits for one that has raised.
     """
-    told = msgspec.json.encode(_recorded(load, directory, place, there)) if place.rank == 0 else b""
-    return _BASES.decode(gather("steer/base", told)[0])
+    base, refused = None, None
+    if place.rank == 0:
+        try:
+            base = _recorded(load, directory, place, there)
+        except ConfigError as error:
+            refused = (error.field, str(error.value), error.allowed, error.remedy)
+    told = msgspec.json.encode((base, refused)) if place.rank == 0 else b""
+    base, refused = _TOLD.decode(gather("steer/base", told)[0])
+    if base is None:
+        assert refused is not None
+        raise ConfigError(*refused)
+    return base
 
 
 def _recorded(load: Path, directory: Path, place: Place, there: Callable[[], set[str]]) -> Base:

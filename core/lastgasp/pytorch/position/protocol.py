@@ -17,7 +17,6 @@ CHANGED = (
 )
 
 
-
 def other_ranks(saved: int, now: int, consumed: int) -> str:
     """Why another number of ranks does not get the data that were due in a pass of which each had used `consumed`."""
     how = "left out" if now > saved else "trained twice"
