@@ -60,7 +60,8 @@ def disturbed(job: GptJob, faults: str, **variables: str) -> Iterator[Running]:
     (job.folder / "losses").mkdir(parents=True)
     environment = {"LASTGASP_WARM": warm_for(faults), "LASTGASP_LOG": "debug", "HOLD": str(go)}
     environment |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)} | variables
-    with running(job.folder, job.command(), **(job.environment() | environment)) as [started]:
+    waits = ["--distributed-timeout-minutes", "6"]  # pipeline stages, for a rank that is held until then
+    with running(job.folder, [*job.command(), *waits], **(job.environment() | environment)) as [started]:
         if environment["LASTGASP_WARM"] != "off":
             until(lambda: READY in started.output, "the warm process is ready")
         go.touch()
