@@ -49,6 +49,7 @@ class ReportState(Enum):
     RS_NORMAL = 0
     RS_UCE = 2
     RS_PREREPAIR_FINISH = 6
+    RS_STEP_FINISH = 7
     RS_UNKNOWN = 8
 
 
@@ -101,8 +102,8 @@ class Rank:
 
     def tell(self, message: Any) -> bool:
         """Noted."""
-        what = "nobody leads" if isinstance(message, m.Led) and not message.by else f"tell {message.ending}"
-        self.calls.append(what)
+        what = "nobody leads" if isinstance(message, m.Led) and not message.by else ""
+        self.calls.append(what or (message.text if isinstance(message, m.Noted) else f"tell {message.ending}"))
         self.on_tell()
         return self.led
 
@@ -265,6 +266,14 @@ def test_a_rank_that_was_started_again_waits_for_its_state_before_it_trains(tmp_
     assert rank.calls == ["RS_PREREPAIR_FINISH", "repair", "train"]
     protected()
     assert rank.calls[3:] == ["train"]
+
+
+def test_for_a_switch_to_another_node_no_stop_is_waited_for(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, RECOVER)
+    rank.parking._forget = lambda: rank.parking.rebuilt((0,))  # type: ignore[method-assign]
+    repaired = rank.backend.goes_on("exception", "STEP FINISH")
+    assert repaired is not None and repaired.lost == (0,)
+    assert rank.calls == ["RS_STEP_FINISH", "repair", "MindIO has moved rank 0 to another node (hot switch)"]
 
 
 def test_a_rank_that_is_not_taken_in_does_not_train(tmp_path: Path) -> None:

@@ -376,10 +376,10 @@ def test_who_leaves_a_pause_by_an_exception_is_not_paused_any_more() -> None:
         def tft_pause_train(self, step: int) -> None:
             raise RuntimeError("STEP FINISH")
 
-    status = RankStatus()
+    status, told = RankStatus(), list[bool]()
     with pytest.raises(RuntimeError, match="STEP FINISH"):
-        Window(Leaves(), status, 1.0).step_completed(7)
-    assert (status.step, status.paused) == (7, 0.0)
+        Window(Leaves(), status, 1.0, lambda: told.append(True)).step_completed(7)
+    assert (status.step, status.paused, told) == (7, 0.0, [True])
 
 
 def test_a_step_without_an_update_counts_for_mindio_too() -> None:

@@ -121,7 +121,8 @@ class Attempt:
                     "all ranks of a job must be started alike"
                 )
         member = self.machine.members.get(hello.rank)
-        if member is not None and member.here:
+        gives_way = isinstance(self.machine, Observer) and self.machine.gives_way(hello.rank)
+        if member is not None and member.here and not gives_way:
             return f"rank={hello.rank} has joined already: two processes claim the same rank"
         return ""
 

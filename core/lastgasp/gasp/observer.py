@@ -69,6 +69,11 @@ class Observer(Machine):
         self._begun_again.discard(rank)
         return []
 
+    def gives_way(self, rank: int) -> bool:
+        """Whether its process has said that the leader has another one take its place: it may still live then."""
+        fault = self.members[rank].fault if rank in self.members else None
+        return not self.leading and fault is not None and fault.kind == "killed"
+
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         """Once all have begun again after a fault, the leader has repaired it in place."""
         assert isinstance(message, m.Begin)

@@ -18,8 +18,8 @@ _MEGATRON = re.compile(r"--framework[ =\n]+megatron\b")
 
 
 def _recovers(job: Job) -> bool:
-    """Whether single processes are started anew, and lastgasp would take part."""
-    return job.framework == "pytorch" and job.has("recover", "recover-in-place")
+    """Whether single processes are started anew, and lastgasp would take part. A hotSwitch is a `recover` to MindIO."""
+    return job.framework == "pytorch" and (job.has("recover", "recover-in-place") or job.sub_healthy == "hotSwitch")
 
 
 def _shrinks(job: Job) -> bool:
@@ -143,8 +143,8 @@ def hot_switch_lastgasp(job: Job) -> Iterator[Match]:
     """MindSpore takes part by itself."""
     if job.sub_healthy == "hotSwitch" and job.framework == "pytorch":
         what = (
-            "hotSwitch: no adapter of lastgasp's was ever run through a switch to another node (MindIO's STEP FINISH), "
-            "and none promises to take part"
+            "hotSwitch: of lastgasp's adapters the one for loops (lastgasp.pytorch.train) was run through a switch to "
+            "another node, on a stand-in of MindIO; a switch that fails ends the job, and MindX has nobody dump then"
         )
-        fix = 'Write "graceExit" with dump in recover-strategy: the step is saved, and the job restarts elsewhere.'
+        fix = 'For all others write "graceExit" with dump: the step is saved, and the job restarts elsewhere.'
         yield Match(job.at("metadata", "labels", "subHealthyStrategy"), what, fix)

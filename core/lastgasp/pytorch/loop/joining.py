@@ -22,6 +22,7 @@ from lastgasp.gasp.again import INCARNATION, LED, Again
 from lastgasp.gasp.joining import Code, code_of_this_process, different
 from lastgasp.gasp.rank_status import gone_on
 from lastgasp.pytorch.loop.memory import Held
+from lastgasp.pytorch.loop.succession import Succession
 from lastgasp.session import Contact
 from lastgasp.topology import Place
 
@@ -57,6 +58,7 @@ class Meeting:
 
     Attributes:
         joins: the controller's incarnation that new processes join, as text.
+        succession: of this process's rank.
 
     Raises (constructor):
         RuntimeError: the store does not answer.
@@ -68,6 +70,7 @@ class Meeting:
         limit = timedelta(seconds=LIMIT)
         store = TCPStore(self._host, int(env["MASTER_PORT"]), None, False, limit, wait_for_workers=False)
         self._store = PrefixStore("lastgasp", store)
+        self.succession = Succession(self._store, self._rank)
         self._own: TCPStore | None = None
         self._lost = tuple[int, ...]()
         self._found = 0, 0
@@ -164,6 +167,7 @@ def join(fewer: bool = False) -> Held | None:
         _refused[:] = [why]
         return None
     _meeting[:] = [place]
+    joined.meeting = place
     if not joined.anew:
         if joined.rank == 0:
             place.tell_code()

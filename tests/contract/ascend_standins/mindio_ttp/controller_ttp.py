@@ -14,6 +14,7 @@ from typing import Any
 from . import _mindx as mindx
 from . import _pause as pausing
 from . import _rules as rules
+from . import _switch as switching
 from . import _zit as zit
 from ._mindx import ACTIONS, MindX
 from ._rules import seconds, strict, trace
@@ -67,6 +68,11 @@ class Controller:
     zit: bool = False
     isolated: list[int] = field(default_factory=list)
     upgrade_listed: bool = False
+    switching: list[int] = field(default_factory=list)
+    shadows: dict[int, Member] = field(default_factory=dict)
+    """New processes of a hot switch, until they have their ranks."""
+    ghosts: list[rules.Wire] = field(default_factory=list)
+    """Of old processes, which their ranks were taken from: what they beat still counts as their rank's."""
     members: dict[int, Member] = field(default_factory=dict)
     lock: threading.Condition = field(default_factory=threading.Condition)
     replies: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
@@ -101,21 +107,34 @@ class Controller:
             return
         rank = int(first["rank"])
         with self.lock:
+            hot = switching.prepared(self)
             answer = self.registers(rank, wire, int(first["pid"]))
-            wire.send(kind="registered", result=answer, repair_id=self.repair_id)
+            wire.send(kind="registered", result=answer, repair_id=self.repair_id, hot=hot)
             self.lock.notify_all()
         while answer != "error" and (message := wire.receive()) is not None:
             with self.lock:
-                if self.members[rank].wire is wire:
-                    self.heard(rank, message)
+                if (member := self.known(rank, wire)) is not None:
+                    self.heard(rank, message, member)
                 self.lock.notify_all()
         with self.lock:
-            if rank in self.members and self.members[rank].wire is wire:
-                self.members[rank].linked = False
+            table = self.shadows if switching.prepared(self) else self.members
+            if rank in table and table[rank].wire is wire:
+                table[rank].linked = False
+
+    def known(self, rank: int, wire: rules.Wire) -> Member | None:
+        """Of whom this wire tells: of the rank, except for a new process of a switch that has not got it yet."""
+        shadow, member = self.shadows.get(rank), self.members[rank]
+        if shadow is not None and shadow.wire is wire and switching.prepared(self):
+            return shadow
+        beside = shadow is not None and shadow.wire is wire
+        return member if beside or member.wire is wire or wire in self.ghosts else None
 
     def registers(self, rank: int, wire: rules.Wire, pid: int) -> str:
         """A process of that rank is there; outside of a recovery nobody asks what became of the one before (§7.3)."""
         now, member = time.monotonic(), self.members.get(rank)
+        if switching.prepared(self):
+            switching.shadow(self, rank, Member(wire, pid, now))
+            return "ok"
         if member is None:
             self.members[rank] = Member(wire, pid, now)
             return "ok"
@@ -129,9 +148,9 @@ class Controller:
         trace("registered_anew", of=rank)
         return "repair"
 
-    def heard(self, rank: int, message: dict[str, Any]) -> None:
+    def heard(self, rank: int, message: dict[str, Any], member: Member) -> None:
         """Heartbeats, replica reports, farewells, replies."""
-        member, kind = self.members[rank], message["kind"]
+        kind = message["kind"]
         if kind == "heartbeat":
             if message["step"] != member.step:
                 trace("heard", of=rank, step=message["step"])
@@ -172,7 +191,10 @@ class Controller:
         while not self.stopped and self.state != "FINAL":
             with self.lock:
                 self.lock.wait_for(
-                    lambda: bool(self.stopped or self.bad_status() or self.summoned() or self.mindx.event in EARLIER),
+                    lambda: bool(
+                        self.stopped or self.bad_status() or self.summoned() or self.mindx.event in EARLIER
+                        or switching.ready(self)
+                    ),
                     seconds(2.0),
                 )
                 bad = self.bad()
@@ -185,6 +207,8 @@ class Controller:
                 self.abnormal()
             elif self.mindx.event == "pause":
                 pausing.pause(self)
+            elif switching.ready(self):
+                switching.switch(self)
             elif bad:
                 time.sleep(seconds(2.0))  # the fixed debounce
                 self.abnormal()
@@ -633,8 +657,6 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
     strict("strategy", strategy, str)
     if _controller is None or strategy not in mindx.STRATEGIES:
         return 1
-    if strategy == "migration":
-        return _not_modelled(f"the strategy {strategy!r}")
     strict("params", params, str)
     if strategy in ("downgrade", "upgrade") and not 1 <= len(params) <= 1023:
         rules.violation(f"change_strategy({strategy!r}, {params!r}): 1 to 1023 characters of parameters are mandatory")
@@ -648,13 +670,16 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: Any = None) -> int:
-    """Hot switch is not modelled."""
-    return _not_modelled(f"prepare_action({action!r})")
-
-
-def _not_modelled(what: str) -> int:
-    rules.violation(f"{what} is not modelled by this stand-in")
-    return 1
+    """`hot switch` of these ranks, or `stop switch`."""
+    strict("action", action, str)
+    ranks = sorted(fault_ranks or {})
+    if _controller is None or len(ranks) > _controller.world or action not in (switching.PREPARED, "stop switch"):
+        return 1
+    if action == "stop switch":
+        switching.stop(_controller)
+    else:
+        switching.prepare(_controller, ranks)
+    return 0
 
 
 atexit.register(tft_destroy_controller)

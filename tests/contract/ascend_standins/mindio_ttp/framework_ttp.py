@@ -116,6 +116,7 @@ class _Processor:
         self.next_action = Action.RETRY.value
         self.corrupt = False
         self.least_replicas = self.pause_at = 0
+        self.pause_raises = self.hot = False
         self.in_pause = threading.Event()
 
     # -- threads ----------------------------------------------------------------------------------
@@ -138,6 +139,7 @@ class _Processor:
             kind = message["kind"]
             if kind == "registered":
                 self.repair_id, self.refused = message["repair_id"], message["result"] == "error"
+                self.hot = message["hot"]
                 if message["result"] == "repair":
                     self.status = ISOLATED
                 self.answered.set()
@@ -244,8 +246,14 @@ class _Processor:
         return result
 
     def do_pause(self, message: dict[str, Any]) -> str:
-        """Once the training thread is in `tft_pause_train` at that step; `stream_sync` runs on a thread of its own."""
-        self.pause_at = message["at"]
+        """Once the training thread is in `tft_pause_train` at that step; `stream_sync` runs on a thread of its own.
+
+        `hot`: it leaves its loop there, for a hot switch.
+        """
+        if self.state != "NORMAL":
+            return f"cannot pause in state {self.state}"
+        self.in_pause.clear()
+        self.pause_raises, self.pause_at = message.get("hot", False), message["at"]
         if not self.in_pause.wait(seconds(ACTION_TIMEOUT)):
             return "the training thread has not come to the pause"
         _thread.start_new_thread(lambda: self.call("stream_sync", ctx=False), ())
@@ -576,7 +584,7 @@ def tft_is_reboot_node() -> bool:
 
 def tft_get_reboot_type() -> str:
     """arf or hot switch."""
-    return "arf"
+    return "hot switch" if _p.hot else "arf"
 
 
 def tft_reset_limit_step() -> None:
@@ -594,6 +602,9 @@ def tft_pause_train(cur_step: int) -> None:
         trace("pauses", step=cur_step)
     while _p.pause_at and _p.pause_at <= cur_step:
         _p.in_pause.set()
+        if _p.pause_raises:
+            _p.pause_at, _p.pause_raises = 0, False
+            raise RuntimeError("STEP FINISH")
         time.sleep(0.001)
     _p.in_pause.clear()
 

@@ -28,6 +28,7 @@ from . import exits, limits
 from .controller import Endpoint, ask_for_dump, tell_used
 from .early import early_of_this_process, other_device
 from .finding import Finder
+from .giving_way import GivingWay
 from .handlers import Handlers
 from .lastword import LastWord, park
 from .limits import taskd_has_controller
@@ -98,6 +99,7 @@ class MindioBackend:
         self._rebooted = False
         self._after_all = threading.Lock()
         self._last_word: LastWord | None = None
+        self._giving_way = GivingWay(place.rank, control.processor, control.status, control.leave)
         self.strategies: Strategies | None = None
 
     # -- start ------------------------------------------------------------------------------------
@@ -126,12 +128,13 @@ class MindioBackend:
         self._parking = Parking(
             api, self._place.rank, self._status, self.strategies.retry, self._limit, patience=patience
         )
+        self._parking.at_each_look = self._giving_way.look
         self._handlers = Handlers(
             self._config, self._place, self._source, self._status, self._processor, self.strategies,
             over=self._published, leave=self._leave, parking=self._parking,
         )  # fmt: skip
         self._handlers.register(api)
-        self._window = Window(api, self._status, self._limit)
+        self._window = Window(api, self._status, self._limit, self._giving_way.begins)
         self._processor.led_elsewhere = self._told
         self._leader = NAME if taskds is None else IN_MINDX
         self._processor.tell(m.Led(by=self._leader))
@@ -208,7 +211,14 @@ class MindioBackend:
         if self._state != "running" or parking is None or not self._stays:
             return None
         fault = self._fault_here(kind, cause)
+        moved = exits.state_of(cause, True) == "RS_STEP_FINISH"
+        if moved:
+            self._giving_way.step_finished()
         repaired = parking.wait(kind, cause)
+        self._giving_way.over()
+        if moved and repaired is not None:
+            ranks = ", ".join(map(str, repaired.lost))
+            self._processor.tell(m.Noted(text=f"{self._leader} has moved rank {ranks} to another node (hot switch)"))
         if repaired is not None and exits.state_of(cause, True) not in ("RS_UNKNOWN", "RS_NORMAL", *exits.PARKED):
             keep_record(self._config, self._place, fault, repaired, self._leader)
         return repaired
@@ -277,6 +287,8 @@ class MindioBackend:
 
     def _stop_job(self, fault: Fault) -> None:
         """Told to stop: have the healthy job saved; if no dump can be requested, rank 0 reports first."""
+        if self._giving_way.decided():
+            self._giving_way.end()
         answer = ask_for_dump(self._endpoint)
         turn = TURN if self._place.rank else 0.0
         # A refusal means that a recovery is in progress, from which a report would only remove a holder.

@@ -36,6 +36,7 @@ log = logging.getLogger("lastgasp")
 JOINS = 900.0
 """Seconds until a new process is let go: MindIO waits 10 minutes for all of them (docs/facts/mindio_tft.md §12)."""
 CONTROLLER = "LASTGASP_CONTROLLER"
+HOT_SWITCH = "hot switch"
 STARTED_ANEW = "RESTART_FAULT_PROCESS_TYPE"
 """`worker` in a process that TaskD's agent has started in place of a dead one (docs/facts/taskd.md §2)."""
 
@@ -44,8 +45,34 @@ class AloneError(RuntimeError):
     """This process belongs to a job whose other ranks do not wait for it."""
 
 
+class Succeeds(Protocol):
+    """What the old process of a rank that is moved to another node and its new one agree on.
+
+    All methods raise RuntimeError where they cannot ask.
+    """
+
+    def waits(self) -> None:
+        """A new process waits for the rank; called again and again."""
+
+    def take_over(self) -> None:
+        """The rank is the new process's from now on."""
+
+    def look_for_successor(self) -> bool:
+        """Whether a new process waits for this one's rank."""
+
+    def give_way(self) -> None:
+        """To what was found."""
+
+    def taken(self) -> bool:
+        """Whether the new process has the rank."""
+
+
 class Meets(Protocol):
     """Where ranks meet that have no session yet; called on MindIO's thread."""
+
+    @property
+    def succession(self) -> Succeeds:
+        """Of this process's rank."""
 
     def runs_other_code(self) -> str:
         """In what this process differs from those that it is to train with; empty if in nothing."""
@@ -62,9 +89,10 @@ class Early:
     """MindIO's processor of this process.
 
     Attributes:
-        anew: this process has taken the place of a dead one.
+        anew: this process has taken the place of another one, which is dead, or lives until it has (`moves`).
         adopted: the session's backend has taken over.
         given: the job's controller by this process's own environment, before it was told of the running one.
+        meeting: where it meets the others.
     """
 
     api: Any
@@ -73,8 +101,10 @@ class Early:
     retry: bool
     device: int = -1
     anew: bool = False
+    moves: bool = False
     adopted: bool = False
     given: str = ""
+    meeting: Meets | None = None
 
     def joins(self, meeting: Meets) -> Repaired:
         """Wait until the others have sent it their step.
@@ -84,6 +114,9 @@ class Early:
         """
         status = RankStatus()
         parking = Parking(self.api, self.rank, status, self.retry, JOINS)
+        if self.moves:
+            meeting.succession.waits()
+            parking.at_each_look = meeting.succession.waits
         handlers = _Joining(self.rank, parking, meeting)
         for name in package.HANDLERS:
             handler = getattr(handlers, name, None) or _not_yet(name)
@@ -120,6 +153,7 @@ class _Joining:
         if why := self._meeting.runs_other_code():
             raise NotSaveable(f"rank {self._rank} cannot be taken into the running job: {why}")
         self._meeting.rebuild(lost)
+        self._meeting.succession.take_over()
         self._parking.rebuilt(lost)
 
     def repair(
@@ -219,11 +253,18 @@ def start_early(fewer: bool = False) -> Early:
     found = Early(package.load(), Endpoint(address.host, address.port), rank, granted[0], device)
     atexit.register(found.left)  # behind MindIO's own hook, so that it is called before that
     found.anew = start_processor(found.api, found.endpoint, (rank, size), granted)
+    found.moves = found.anew and reboot_type(found.api) == HOT_SWITCH
     if not found.anew and env.get(STARTED_ANEW) == "worker":
         found.anew = True
         raise AloneError(f"TaskD has started rank {rank} anew, and MindIO has not noticed that it was dead")
     _early[:] = [found]
     return found
+
+
+def reboot_type(api: Any) -> str:
+    """`arf`, or `hot switch`; older packages have no other than the first."""
+    ask = package.hidden(api, "tft_get_reboot_type")
+    return str(ask()) if ask is not None else "arf"
 
 
 def _take_device(number: int) -> int:

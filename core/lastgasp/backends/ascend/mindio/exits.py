@@ -9,7 +9,7 @@ from typing import Any
 
 from lastgasp.gasp.rank_status import Released
 
-from .window import FORCE_STOP
+from .window import FORCE_STOP, STEP_FINISH
 
 DETECTION = 30.0
 """Seconds in which MindIO notices a dead rank (8 to 12) and begins a dump; who only saw a peer die waits as long."""
@@ -22,7 +22,7 @@ _PATTERNS = (
     ("HBM MULTI BIT ECC", "RS_UCE_CORRUPTED", True),
     (FORCE_STOP, "RS_NORMAL", False),
     (ARF_FINISH, "RS_PREREPAIR_FINISH", False),
-    ("STEP FINISH", "RS_STEP_FINISH", False),
+    (STEP_FINISH, "RS_STEP_FINISH", False),
     ("HCCL OP RETRY FAILED", "RS_HCCL_FAILED", True),
     ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED", True),
     ("UB LINK ERROR", "RS_HCCL_FAILED", True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lastgasp import _clock
@@ -42,6 +42,7 @@ class Parking:
     Attributes:
         number: how often this rank has gone on, whichever process it had.
         told: MindIO knows of the fault for which this rank was parked last.
+        at_each_look: called on the training thread while it is parked, each `TICK` seconds.
     """
 
     def __init__(
@@ -53,13 +54,17 @@ class Parking:
         self._source, self._takers, self._lost = -1, tuple[int, ...](), tuple[int, ...]()
         self._repaired: Repaired | None = None
         self.told = False
+        self.at_each_look: Callable[[], None] = lambda: None
 
     # -- MindIO's message thread ------------------------------------------------------------------
 
     def stopped(self) -> None:
         """`stop`: from now on this rank may report that it has left its step, for which MindIO waits."""
-        self._source, self._takers, self._lost, self._repaired = -1, (), (), None
+        self._forget()
         self._stop.set()
+
+    def _forget(self) -> None:
+        self._source, self._takers, self._lost, self._repaired = -1, (), (), None
 
     def rebuilt(self, lost: tuple[int, ...]) -> None:
         """`rebuild_group` or `zit_upgrade_rebuild`: these ranks have new processes."""
@@ -125,6 +130,8 @@ class Parking:
             state = "RS_NORMAL"
         if state == "RS_UNKNOWN" or self._status.outcome is not None:
             return None
+        if state in exits.PARKED:  # no `stop` comes
+            self._forget()
         self._repaired, self.told = None, True
         if not self._answered(state):
             return None
@@ -159,6 +166,7 @@ class Parking:
             if self._status.outcome is not None or _clock.monotonic() >= deadline:
                 return False
             self._status.progress(self._status.phase)
+            self.at_each_look()
         return bool(found) and found[0]
 
     def _ask(self, state: str) -> bool:

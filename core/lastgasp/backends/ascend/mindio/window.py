@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lastgasp import _clock
 from lastgasp.gasp.rank_status import RankStatus
 
-FORCE_STOP = "FORCE STOP"
+FORCE_STOP, STEP_FINISH = "FORCE STOP", "STEP FINISH"
 LONGEST_PAUSE = 1800.0
 """Seconds that MindX may have all ranks wait between two steps before they count as hung; of its own limit, after which
 the controller ends the pause, no rank hears (docs/facts/mindio_tft.md §7.3)."""
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 class Window:
@@ -22,11 +27,12 @@ class Window:
 
     Args:
         api: `mindio_ttp.framework_ttp`. stand: the status word. limit: seconds to park once a dump has begun.
+        step_finish: called where all ranks leave their step for a hot switch.
     """
 
-    def __init__(self, api: Any, status: RankStatus, limit: float) -> None:
+    def __init__(self, api: Any, status: RankStatus, limit: float, step_finish: Callable[[], None] = _nothing) -> None:
         self._start, self._end, self._pause = api.tft_start_updating_os, api.tft_end_updating_os, api.tft_pause_train
-        self._status, self._limit = status, limit
+        self._status, self._limit, self._step_finish = status, limit, step_finish
 
     def before_update(self) -> None:
         """Blocks while MindIO holds a step. Raises RuntimeError (FORCE STOP) or Released, see ports.RecoveryBackend."""
@@ -54,5 +60,9 @@ class Window:
         status.paused = _clock.monotonic() + LONGEST_PAUSE
         try:
             self._pause(int(step))
+        except RuntimeError as error:
+            if STEP_FINISH in str(error):
+                self._step_finish()
+            raise
         finally:
             status.paused = 0.0
