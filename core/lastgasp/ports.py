@@ -222,9 +222,8 @@ class InPlace(Protocol):
 
 
 @runtime_checkable
-class GoesOnWithFewer(Protocol):
-    """What an InPlace can also have: its training can continue with fewer ranks, and with all of them again (MindIO:
-    elastic-training).
+class GoesOnWithFewer(InPlace, Protocol):
+    """An InPlace whose training can continue with fewer ranks, and with all of them again (MindIO: elastic-training).
 
     `resize` is called after `stop` and `clean` in place of all others, on the ranks that are there; where missing ones
     are to be there again, after `takes_in`.

@@ -124,7 +124,7 @@ def test_a_device_fault_is_repaired_and_the_step_done_again(
     assert (job.checkpoints / "iter_0000008").exists()
     [incident] = incidents(job.checkpoints)
     assert (incident.ending, incident.rung, incident.step_saved, incident.steps_lost) == ("in_place", "retry", 8, 0)
-    assert [fault.rank for fault in incident.faults] == [1] and incident.led_by == "MindIO"
+    assert [fault.rank for fault in incident.faults] == [1] and incident.led_by == "MindIO" and incident.from_files
 
 
 @pytest.mark.full
@@ -147,7 +147,7 @@ def test_killed_ranks_get_new_processes_and_the_others_keep_theirs(
     for incident, victim, step in zip(found, (1, 0), (8, 11), strict=True):
         ended = (incident.ending, incident.rung, incident.step_saved, incident.steps_lost)
         assert ended == ("in_place", "replace", step, 0) and incident.led_by == "MindIO in TaskD"
-        assert [fault.rank for fault in incident.faults] == [victim]
+        assert [fault.rank for fault in incident.faults] == [victim] and incident.from_files
 
 
 def check_restart(job: GptJob, done: Finished, expected: Losses) -> None:

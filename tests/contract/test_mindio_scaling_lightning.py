@@ -46,8 +46,7 @@ SECOND = ["stop,1,self", "clean,2,self", "resize,0,self", "kept,1,self", "functi
 def test_a_second_fault_on_the_way_ends_with_the_step_dumped(
     leader: Backend, second: str, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, incident = FIT.second_fault(leader, tmp_path, undisturbed, monkeypatch, **{VARIABLE: second})
-    assert (directory / "second").exists() and incident.step_saved == 3
+    FIT.second_fault(leader, tmp_path, undisturbed, monkeypatch, 3, **{VARIABLE: second})
 
 
 @pytest.mark.full
@@ -56,8 +55,7 @@ def test_while_a_rank_is_missing_another_fault_is_dumped(
     leader: Backend, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = f"{KILLED};kind=sigkill,rank=0,step=6,phase=backward,incarnation=1"
-    _, incident = FIT.second_fault(leader, tmp_path, undisturbed, monkeypatch, LASTGASP_FAULT=faults)
-    assert incident.step_saved == 6
+    FIT.second_fault(leader, tmp_path, undisturbed, monkeypatch, 6, LASTGASP_FAULT=faults)
 
 
 ON_THE_WAY_BACK = [

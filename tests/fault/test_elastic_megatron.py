@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import sys
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
 from support.megatron.job import DIST_OPT, SCRIPT, GptJob
+from support.megatron.resized import EVALUATES, Done, check, done, job_in
 from support.waiting import until as waited
 
-LAYOUT = DirectoryLayout("iter_*")
-LAST, GATES = 12, (2, 5, 8)
+GATES = (2, 5, 8)
 OFFER, GROWN = "a fault can be answered in place, as incarnation {}", "ranks that were missing are taken in"
-FLAGS = "--bf16 --micro-batch-size 1 --global-batch-size 12 --attention-dropout 0 --hidden-dropout 0"
-EVALUATES = f"{FLAGS} --eval-interval 4 --eval-iters 1"
-ROW = re.compile(r"iteration\s+(\d+)/.*?consumed samples:\s+(\d+).*?learning rate: (\S+).*?lm loss: (\S+)")
 
 pytestmark = [
     pytest.mark.fault,
@@ -38,61 +28,11 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a job has left: by kind and iteration how often each sample was used; its log; its last checkpoint."""
-
-    samples: dict[tuple[str, int], Counter[str]]
-    rows: dict[int, list[tuple[str, str, str]]]
-    state: dict[str, Any]
-
-
-def job_in(folder: Path, flags: str = EVALUATES, ranks: int = 4) -> GptJob:
-    """Under `lastgasp run`, with no line of lastgasp in the script."""
-    (folder / "losses").mkdir(parents=True, exist_ok=True)
-    return GptJob(folder=folder, ranks=ranks, flags=flags, last=LAST, every=5, launcher="run",
-                  launch_options=("--framework", "megatron"))  # fmt: skip
-
-
 def command(job: GptJob, least: int) -> list[str]:
     """With the number of ranks below which it restarts."""
     found = job.command()
     at = found.index("run") + 1
     return [*found[:at], "--min-ranks", str(least), *found[at:]]
-
-
-def done(job: GptJob, output: str) -> Done:
-    """An iteration may have been begun more than once; the last time counts."""
-    parts: dict[tuple[str, int], dict[tuple[int, int], Counter[str]]] = {}
-    for path in job.losses_folder.glob("samples-*"):
-        for line in path.read_text().splitlines():
-            what, iteration, attempt, incarnation, _, _, *digests = line.split()
-            times = parts.setdefault((what, int(iteration)), {})
-            times.setdefault((int(attempt), int(incarnation)), Counter()).update(digests)
-    rows: dict[int, list[tuple[str, str, str]]] = {}
-    for iteration, *row in ROW.findall(output):
-        rows.setdefault(int(iteration), []).append(tuple(row))
-    file = job.checkpoints / f"iter_{LAST:07}" / "mp_rank_00" / "model_optim_rng.pt"
-    samples = {key: times[max(times)] for key, times in parts.items()}
-    return Done(samples, rows, torch.load(file, pickle_module=_Pickle, weights_only=False, map_location="cpu"))
-
-
-class _Class:
-    """Stands for one of Megatron's, which only its own process can import."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _Class if module.startswith("megatron.") else super().find_class(module, name)
-
-
-class _Pickle:
-    """What torch takes for the module `pickle`."""
-
-    Unpickler, load = _Unpickler, pickle.load
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +67,6 @@ def variables(job: GptJob, faults: str) -> dict[str, str]:
         "SAMPLES": "1", "LASTGASP_WARM": "off", "LASTGASP_LOG": "debug", "HOLD": str(job.folder / "go"), "HOLDS": gates,
         "LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(job.folder / "faults.log"),
     }  # fmt: skip
-
-
-def check(found: Done, expected: Done, job: GptJob, output: str) -> None:
-    """Each step has had the samples of the job without a fault, as often, and has made of them what that made."""
-    assert found.samples == expected.samples
-    assert {at: [row[:2] for row in rows] for at, rows in found.rows.items()} == {
-        at: [row[:2] for row in rows] for at, rows in expected.rows.items()
-    }, output[-6000:]
-    for name in ("consumed_train_samples", "consumed_valid_samples"):
-        assert getattr(found.state["args"], name) == getattr(expected.state["args"], name)
-    assert found.state["opt_param_scheduler"] == expected.state["opt_param_scheduler"]
-    for name, value in expected.state["model"].items():
-        if isinstance(value, torch.Tensor) and not name.endswith("linear_qkv.bias"):  # that of keys is but noise
-            torch.testing.assert_close(found.state["model"][name], value, rtol=0.05, atol=0.005)
-    assert all(verify(one.path, LAYOUT).ok for one in candidates([job.checkpoints], LAYOUT))
 
 
 def test_a_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, undisturbed: Done) -> None:

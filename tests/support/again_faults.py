@@ -41,6 +41,8 @@ FROM_FILES = IN_RANK | {
     "writing": "lastgasp.backends.ascend.mindio.handlers:Handlers._write",
     "publishing": "lastgasp.backends.ascend.mindio.handlers:Handlers._publish",
     "kept": "lastgasp.pytorch.from_files:LedFromFiles.keep",
+    "taken in": "lastgasp.pytorch.from_files:LedFromFiles.takes_in",
+    "resize": "lastgasp.pytorch.from_files:LedFromFiles.resize",
     "let go": "lastgasp.pytorch.from_files:EnteredFromFiles.goes_on",
     "entered": "lastgasp_megatron.run:Run.choose",
 }

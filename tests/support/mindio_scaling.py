@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lastgasp.events import Incident
 from lastgasp.testing.weights import differences
 from support import logged, mindx
 from support.again_faults import AFTER, VARIABLE
@@ -89,6 +90,31 @@ class Trained:
         gates(directory)
         return mindx.command(script or self.script, *self.words(directory), *self.more, ranks=self.ranks)
 
+    def environment(self, directory: Path) -> dict[str, str]:
+        """Of the job."""
+        return {**POD, **self.variables}
+
+    def saves(self, directory: Path) -> Path:
+        """Where it saves."""
+        return directory
+
+    def entered(self, directory: Path, rank: int) -> list[tuple[int, int, int, int]]:
+        """As `samples.entered`."""
+        return entered(directory, rank)
+
+    def check_told(self, directory: Path, *told: Incident) -> None:
+        """All was handed over in memory: nothing was saved, and each incident has the digest of all samples so far."""
+        assert list(directory.glob("gasp-*")) == []
+        assert all(any("digest" in note for note in one.notes) for one in told), told
+
+    def check_dumped(self, incident: Incident, step: int) -> None:
+        """It was."""
+        assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", step, 0), incident
+
+    def second(self, directory: Path) -> bool:
+        """There was a second fault."""
+        return (directory / "second").exists()
+
     def undisturbed(self, folder: Path) -> Path:
         """The directory of a job without a fault, on our own engine."""
         gates(folder)
@@ -103,37 +129,40 @@ class Trained:
         directory = tmp_path / "d"
         fault = KILLED.replace("rank=3", f"rank={lost}")
         with used(leader, tmp_path, monkeypatch) as trace:
-            done = finish(self.job(directory), tmp_path, LASTGASP_FAULT=fault, **POD, **self.variables)
+            command = self.job(directory)
+            done = finish(command, tmp_path, LASTGASP_FAULT=fault, **self.environment(directory))
             assert done.ok, done.output[-8000:]
             if leader is TORCH:
                 check_orders(trace, lost)
         left = [rank for rank in range(4) if rank != lost]
         for number, rank in enumerate(left):
-            [(pid, *first)], [(same, *then)] = entered(directory, rank)[:1], entered(directory, number)[-1:]
+            [(pid, *first)], [(same, *then)] = self.entered(directory, rank)[:1], self.entered(directory, number)[-1:]
             assert (first, then, same) == ([0, rank, 4], [3, number, 3], pid)
-        assert list(directory.glob("gasp-*")) == []
-        [incident] = incidents(directory)
+        [incident] = incidents(self.saves(directory))
         ended = (incident.ending, incident.rung, incident.step_saved, incident.steps_lost, incident.led_by)
         assert ended == ("in_place", "shrink", 3, 0, "MindIO in TaskD"), incident
         assert [fault.rank for fault in incident.faults] == [lost]
         note = f"MindIO in TaskD goes on without rank {lost}: training goes on with 3 of 4 ranks"
-        assert note in incident.notes and any("digest" in one for one in incident.notes)
+        assert note in incident.notes
+        self.check_told(directory, incident)
         self.same(directory, undisturbed)
 
     def second_fault(
-        self, leader: Backend, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, **more: str
-    ) -> tuple[Path, Any]:
+        self, leader: Backend, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, step: int,
+        **more: str,
+    ) -> None:  # fmt: skip
         """The job, whose last incident must be that the step was dumped; afterwards all four ranks train on."""
         directory = tmp_path / "d"
         variables = {"LASTGASP_FAULT": KILLED, "LASTGASP_FAULT_LOG": str(tmp_path / "faults.log")} | SOON | more
         with used(leader, tmp_path, monkeypatch):
-            done = finish(self.job(directory), tmp_path, **POD, **self.variables, **variables)
+            command = self.job(directory)
+            done = finish(command, tmp_path, **self.environment(directory) | variables)
             assert done.ok, done.output[-8000:]
-        *earlier, incident = incidents(directory)
+        *earlier, incident = incidents(self.saves(directory))
         assert [one.rung for one in earlier] in ([], ["shrink"]), earlier
-        assert (incident.ending, incident.steps_lost) == ("saved", 0), incident
+        self.check_dumped(incident, step)
+        assert VARIABLE not in more or self.second(directory)
         self.same(directory, undisturbed)
-        return directory, incident
 
     def scaled_out(
         self, tmp_path: Path, trace: Trace, more: Mapping[str, str], script: Path | None = None, wanted: str = "stop"
@@ -147,14 +176,14 @@ class Trained:
         command = self.job(directory, script)
         (directory / f"go-{GATE}").unlink()
         variables = {"LASTGASP_FAULT": KILLED, "LASTGASP_FAULT_LOG": str(tmp_path / "faults.log"), AFTER: str(back)}
-        variables |= {mindx.SCALE_OUT: str(back), **POD, **self.variables, **more}
+        variables |= {mindx.SCALE_OUT: str(back), **self.environment(directory), **more}
         with running(tmp_path, command, **variables) as [started]:
             until(lambda: [event for event in trace.events("heard") if event["step"] == GATE], "they come to the gate")
             if script is not None:
                 script.write_bytes(script.read_bytes() + b"# edited\n")
             back.touch()
             until(
-                lambda: {"stop": len(trace.events("stop", 0)) == 2, "second": (directory / "second").exists()}[wanted],
+                lambda: {"stop": len(trace.events("stop", 0)) == 2, "second": self.second(directory)}[wanted],
                 "the ranks are stopped for the new one, or that has ended",
             )
             (directory / f"go-{GATE}").touch()
@@ -178,24 +207,24 @@ class Trained:
     def check_grown(self, directory: Path, undisturbed: Path, lost: list[int]) -> None:
         """All processes that trained have stayed, each number is that of the beginning; nothing was saved or lost."""
         for rank in range(self.ranks):
-            rows = [row for row in entered(directory, rank) if row[3] == self.ranks]
+            rows = [row for row in self.entered(directory, rank) if row[3] == self.ranks]
             assert [row[1:3] for row in rows] == [(0, rank), (GATE, rank)], rows
             assert (rows[0][0] == rows[1][0]) == (rank not in lost), rows
-        assert list(directory.glob("gasp-*")) == []
-        shrunk, grown = incidents(directory)
+        shrunk, grown = incidents(self.saves(directory))
         told = (shrunk.rung, shrunk.ending, shrunk.step_saved, shrunk.steps_lost)
         assert told == ("shrink", "in_place", 3, 0), shrunk
         ended = (grown.rung, grown.ending, grown.step_saved, grown.steps_lost, grown.led_by, grown.faults)
         assert ended == ("grow", "in_place", GATE, 0, "MindIO in TaskD", []), grown
         taken = f"takes in {len(lost)} of {self.ranks} ranks, which were missing: training goes on with all of them"
-        assert f"MindIO in TaskD {taken}" in grown.notes and any("digest" in one for one in grown.notes), grown.notes
+        assert f"MindIO in TaskD {taken}" in grown.notes, grown.notes
+        self.check_told(directory, shrunk, grown)
         self.same(directory, undisturbed)
 
     def dumped(self, tmp_path: Path, undisturbed: Path, step: int = GATE) -> None:
         """The last incident says that the step was saved; then all four ranks have trained on with it."""
-        shrunk, *grown, last = incidents(tmp_path / "d")
+        shrunk, *grown, last = incidents(self.saves(tmp_path / "d"))
         assert (shrunk.rung, shrunk.steps_lost) == ("shrink", 0) and [one.rung for one in grown] in ([], ["grow"])
-        assert (last.ending, last.step_saved, last.steps_lost) == ("saved", step, 0), last
+        self.check_dumped(last, step)
         self.same(tmp_path / "d", undisturbed)
 
     def dumped_on_the_way_back(
@@ -205,7 +234,7 @@ class Trained:
         with used(TORCH, tmp_path, monkeypatch) as trace:
             fault = KILLED.replace("rank=3", f"rank={lost}")
             self.scaled_out(tmp_path, trace, {VARIABLE: second, "LASTGASP_FAULT": fault} | SOON)
-        assert (tmp_path / "d" / "second").exists()
+        assert self.second(tmp_path / "d")
         self.dumped(tmp_path, undisturbed)
 
 

@@ -358,6 +358,24 @@ CASES = [
         (ARGS, 'args: ["lastgasp run --framework megatron pretrain_gpt.py"]'),
         (CONTAINER, MARKED),
     ),
+    case(
+        "recovery-unset",
+        ELASTIC,
+        (ARGS, 'args: ["lastgasp run --framework megatron pretrain_gpt.py"]'),
+        (CONTAINER, MARKED),
+    ),
+    case(
+        "elastic-megatron",
+        ELASTIC,
+        (ARGS, 'args: ["lastgasp run --framework megatron pretrain_gpt.py --use-distributed-optimizer"]'),
+        (CONTAINER, MARKED),
+    ),
+    case(
+        "elastic-megatron",
+        ELASTIC,
+        (ARGS, 'args: ["lastgasp", "run", "--framework=megatron", "p.py", "--tensor-model-parallel-size", "8"]'),
+        (CONTAINER, MARKED),
+    ),
     case("hot-switch-lastgasp", DUMP, (GRACE, f"{GRACE}    subHealthyStrategy: hotSwitch # HERE\n")),
     case(
         "device-plugin-hot-reset",

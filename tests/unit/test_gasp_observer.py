@@ -8,9 +8,10 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from lastgasp.events import Fault
+from lastgasp.events import Fault, Incident
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.actions import Action, Kill, RecordPhase, Send, WentOn
+from lastgasp.gasp.attempt import fill_incident
 from lastgasp.gasp.fewer_ranks import by_leader
 from lastgasp.gasp.machine import Machine
 from lastgasp.gasp.observer import IN_MINDX, PATIENCE, Observer
@@ -78,6 +79,17 @@ def test_those_that_are_left_may_go_on_alone_where_all_say_the_same() -> None:
     assert "not as (0, 2) from step 5" in why_not(observer, 2, m.Resize(incarnation=1, step=5, members=(0, 2)))
     observer.goes_on()
     assert (observer.outcome.ending, observer.outcome.step, observer.outcome.lost) == ("in_place", 4, 0)
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_the_record_says_what_all_begin_with(from_files: bool) -> None:
+    observer, incident = job(leader=IN_MINDX), Incident(id="1", job="job", attempt=0, world_size=3)
+    observer.said(0, m.Begin(step=0, durable=0, buffer_fd=-1, from_files=from_files), 0.0)
+    observer.gone(1, "killed", "killed", 7, 1.0)
+    assert [why_not(observer, rank) for rank in (0, 2)] == ["", ""]
+    observer.goes_on()
+    fill_incident(incident, observer)
+    assert (incident.rung, incident.from_files) == ("shrink", from_files)
 
 
 GROWN = m.Resize(incarnation=2, step=4, members=(0, -1, 1, 2))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lastgasp.errors import ControlError, NotSaveable
-from lastgasp.gasp.going_on import Resize
+from lastgasp.gasp.going_on import Fewer, Resize
 from lastgasp.gasp.rank_status import gone_on
 from lastgasp.ports import Repaired
 from lastgasp.pytorch.loop import joining, led
@@ -62,7 +62,7 @@ class Here:
         """A training of which the ranks have said so whether it may go on with fewer."""
         self.life.session.gather = lambda tag, own: [own, *(one.encode() for one in refusals)]
         one = made(self)
-        one.agree_on_fewer("")
+        one.agree_on_fewer(Fewer(may=True))
         return one
 
 
@@ -180,7 +180,7 @@ def test_ranks_that_cannot_be_asked_are_not_led() -> None:
     here = Here()
     here.life.session.gather = gather
     one = made(here)
-    one.agree_on_fewer("")
+    one.agree_on_fewer(Fewer(may=True))
     assert one.no_fewer == why
 
 
@@ -190,6 +190,18 @@ def test_nobody_is_left_out_before_all_have_said_that_they_can_do_its_part() -> 
     with pytest.raises(NotSaveable, match="ElasticLoader"):
         made(here).resize(2, 8, (0, 1, 3), False)
     assert here.without_others("", "no").no_fewer == "no"
+
+
+def test_parts_that_cannot_be_shared_evenly_are_left_to_a_dump() -> None:
+    here = Here()
+    said, one = agreeing(here), made(here)
+    here.life.session.gather = lambda tag, own: [own, b""]
+    one.agree_on_fewer(Fewer(may=True, parts=8))
+    with pytest.raises(NotSaveable, match="8 micro-batches cannot be shared evenly by 3 ranks"):
+        one.resize(2, 8, (0, 1, 3), False)
+    assert said == [] and here.bound == []
+    one.resize(2, 8, (0, 1), False)
+    assert len(said) == 1
 
 
 def test_without_a_place_to_meet_no_new_process_is_waited_for() -> None:

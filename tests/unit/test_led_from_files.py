@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from lastgasp.backends.ascend.mindio import handlers as module
@@ -18,11 +19,12 @@ from lastgasp.config import GaspConfig
 from lastgasp.errors import CheckpointError, ControlError, NotSaveable
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
+from lastgasp.gasp.going_on import Fewer
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch import from_files
-from lastgasp.pytorch.from_files import EnteredFromFiles, Files, FromDisk, LedFromFiles
+from lastgasp.pytorch.from_files import NOT_FEWER, EnteredFromFiles, Files, FromDisk, LedFromFiles
 from lastgasp.pytorch.loop import led
-from lastgasp.topology import Place
+from lastgasp.topology import Place, data_parallel
 
 GROUPS = ((0, 2), (1, 3))
 AGAIN = Again(incarnation=1, step=8, source=0, takers=(), lost=(), port=0)
@@ -37,8 +39,9 @@ class Life:
     """Stands for an `AdapterRun`, of rank 1 on step 8."""
 
     def __init__(self) -> None:
-        self.place, self.alike, self.stays = SimpleNamespace(rank=1, world_size=2), True, False
+        self.place, self.alike, self.stays = Place(rank=1, world_size=2, replicas=data_parallel(2)), True, False
         self.bound: list[Any] = []
+        self.joined: list[Place] = []
         self.failures: list[BaseException] = []
         self.before_again: Any = None
         self.source = SimpleNamespace(in_place=None, not_in_place="", no_recover="")
@@ -52,13 +55,21 @@ class Life:
         """Noted."""
         self.bound.append(training.source)
 
+    def joins_again(self, place: Place) -> None:
+        """Noted; nothing is bound later."""
+        assert self.bound
+        self.place = place
+        self.joined.append(place)
 
-def offered(life: Life, tmp_path: Path, recovery: Any = "auto", why: str = "") -> EnteredFromFiles:
+
+def offered(
+    life: Life, tmp_path: Path, recovery: Any = "auto", why: str = "", fewer: Fewer = NOT_FEWER
+) -> EnteredFromFiles:
     """A training that began with step 5."""
     entered, run = EnteredFromFiles(why), life
     entered.begins_with(5)
     given: Any = run
-    entered.offer(given, recovery, True, files(tmp_path))
+    entered.offer(given, recovery, True, files(tmp_path), fewer=fewer)
     return entered
 
 
@@ -100,13 +111,52 @@ def test_it_lets_go_only_when_all_have_agreed_where_they_meet(tmp_path: Path, mo
     monkeypatch.setattr(led, "_new_store", lost)
     with pytest.raises(ControlError):
         orders.keep(AGAIN)
-    assert life.bound == [] and entered.life is None
+    [source] = life.bound
+    assert isinstance(source, FromDisk) and life.session.status.durable == 8 and entered.life is None
     monkeypatch.setattr(led, "_new_store", lambda *_: ("here", 5))
     orders.keep(AGAIN)
-    [source] = life.bound
-    assert isinstance(source, FromDisk) and life.session.status.durable == 8
-    assert entered.life is life and life.session.status.paused > 0
+    assert life.joined == [] and entered.life is life and life.session.status.paused > 0
     assert orders.clean(False) == 1  # a second fault
+
+
+def test_it_joins_by_its_new_number_with_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two, which is alone from now on."""
+    life = Life()
+    life.place = Place(rank=1, world_size=3, replicas=data_parallel(3))
+    offered(life, tmp_path, fewer=Fewer(may=True, parts=8))
+    orders: Any = life.source.in_place
+    life.session.agree = lambda said, seconds: ""
+    assert orders.no_fewer == ""
+    orders.resize(3, 8, (1, 2), False)
+    assert life.bound == []
+    monkeypatch.setattr(led, "_new_store", lambda *_: ("here", 5))
+    again = msgspec.structs.replace(AGAIN, incarnation=3, members=(1, 2))
+    orders.keep(again)
+    [place] = life.joined
+    assert (place.rank, place.world_size, place.incarnation, life.bound[0].rank) == (0, 2, 3, 0)
+    assert orders._entered._again.environment["RANK"] == "0" and orders._entered._again.from_files
+
+
+@pytest.mark.parametrize(
+    ("fewer", "why"), [(NOT_FEWER, "knows no training with fewer"), (Fewer(may=True, parts=9), "shared evenly by 2")]
+)
+def test_what_cannot_go_on_with_fewer_refuses(fewer: Fewer, why: str, tmp_path: Path) -> None:
+    life = Life()
+    offered(life, tmp_path, fewer=fewer)
+    with pytest.raises(NotSaveable, match=why):
+        life.source.in_place.resize(3, 8, (0, 1), False)
+
+
+def test_who_is_left_alone_goes_on_being_led(tmp_path: Path) -> None:
+    """All others are missing, and may come back."""
+    life: Any = Life()
+    life.place = Place(rank=0, world_size=1, replicas=data_parallel(1))
+    assert offered(life, tmp_path).life is None and life.source.in_place is None
+    entered = EnteredFromFiles()
+    entered.led(AGAIN, life)
+    entered.begins_with(8)
+    entered.offer(life, "auto", True, files(tmp_path))
+    assert life.source.in_place is not None
 
 
 def test_a_fault_before_a_new_step_is_complete_is_not_answered_again(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lastgasp.adapter.again import Fewer
+from lastgasp.jobs.acjob.recover import NOT_FEWER
+from lastgasp_megatron import fewer
 from lastgasp_megatron.fewer import fewer_of, note_of
 
 USUAL: dict[str, Any] = {
@@ -58,6 +60,14 @@ def test_what_is_in_the_way_is_said(settings: dict[str, Any], why: str) -> None:
 def test_a_version_that_would_derive_the_global_batch_again_cannot() -> None:
     """It is the micro-batch times the ranks, where the user has not given it."""
     assert fewer_of(Namespace(**USUAL), False).why == "this version of Megatron parses its options within pretrain()"
+
+
+def test_job_check_knows_the_options_that_are_in_the_way() -> None:
+    for name in (*fewer._SIZES, *fewer._IN_THE_WAY):
+        option = f"--{name.replace('_', '-')}"
+        [found] = NOT_FEWER.finditer(f"p.py --dataloader-type single {option} 16 --context-parallel-size 1")
+        assert found[0].startswith(option)
+    assert NOT_FEWER.search("--dataloader-type=cyclic") and not NOT_FEWER.search("--no-use-distributed-optimizer")
 
 
 def test_dropout_is_told_of() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lastgasp.backends.ascend.mindio.handlers import Handlers
+from lastgasp.backends.ascend.mindio.limits import ACTION
 from lastgasp.backends.ascend.mindio.parking import Parking
 from lastgasp.backends.ascend.mindio.strategies import Strategies
 from lastgasp.config import GaspConfig
 from lastgasp.errors import NotSaveable
+from lastgasp.gasp import messages as m
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.ports import Repaired
 from lastgasp.topology import Place, data_parallel
@@ -22,16 +25,16 @@ GIVES = {"type": [0], "repair_type": 0, "src": [2], "dst": [1], "rank_list": [1,
 
 
 class Training:
-    """Of rank 2 of four, on step 8; implements `ports.GoesOnWithFewer`."""
+    """Of a rank of four, on step 8; implements `ports.GoesOnWithFewer`."""
 
     from_files, no_fewer = False, ""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = 2) -> None:
         this: Any = self
         self.in_place, self.calls, self.status = self, list[Any](), RankStatus()
         self.status.step = 8
-        self.parking = Parking(None, 2, self.status, False, 1.0)
-        self.place = Place(rank=2, world_size=4, replicas=data_parallel(4))
+        self.parking = Parking(None, rank, self.status, False, 1.0)
+        self.place = Place(rank=rank, world_size=4, replicas=data_parallel(4))
         self.handlers = Handlers(
             GaspConfig.resolve(folder), self.place, this, self.status, this, Strategies(False, False, True, {}),
             over=lambda ended: None, leave=lambda: None, parking=self.parking,
@@ -62,12 +65,27 @@ class Training:
     def resize(self, incarnation: int, step: int, members: tuple[int, ...], gives: bool) -> None:
         self.calls.append((incarnation, step, members, gives))
 
-    def shrunk(self) -> Handlers:
-        """Rank 1 is missing, and this rank has joined the controller as number 1."""
+    def consult(self, step: int, saved: Any, seconds: float) -> m.Consulted:
+        """What the controller keeps: nothing."""
+        return m.Consulted(step=step, aux={}, parts={})
+
+    def save(self, step: int, aux: Any, reason: str) -> Any:
+        """Noted."""
+        self.calls.append("save")
+        return SimpleNamespace(path="p", nbytes=1, first_byte_ns=1, part=b"")
+
+    def publish(self, result: Any, parts: Any) -> str:
+        """Noted."""
+        self.calls.append("publish")
+        return ""
+
+    def shrunk(self, *more: str) -> Handlers:
+        """Rank 1 is missing, and this rank has joined the controller by its new number. `more` was called behind it."""
         self.parking.stopped()
         self.handlers.zit_downgrade_rebuild([0, 2, 3], [0, 2, 3], None, DOWN)
-        self.handlers.renumber(Place(rank=1, world_size=3, replicas=data_parallel(3)))
-        assert self.calls == [(1, 8, (0, 2, 3), False)]
+        number = (0, 2, 3).index(self.place.rank)
+        self.handlers.renumber(Place(rank=number, world_size=3, replicas=data_parallel(3)))
+        assert self.calls == [(1, 8, (0, 2, 3), False), *more]
         self.parking.stopped()
         self.status.step, self.calls = 9, []
         return self.handlers
@@ -99,6 +117,21 @@ def test_while_ranks_are_missing_nothing_else_is_done(tmp_path: Path) -> None:
         with pytest.raises(NotSaveable):
             order()
     assert one.calls == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_where_all_begin_with_files_the_first_rank_writes_the_step(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is agreed on, in both directions."""
+    monkeypatch.setenv(ACTION, "30")
+    one = Training(tmp_path, rank)
+    one.from_files = True
+    writes = ["save", "publish"] if rank == 0 else []
+    handlers = one.shrunk(*writes)
+    handlers.zit_upgrade_rebuild([1], None, UP)
+    handlers.zit_upgrade_rollback(9, None, UP)
+    assert one.calls == [(1,), (2, 9, (0, -1, 1, 2), False), *writes]
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

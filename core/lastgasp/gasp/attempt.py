@@ -404,9 +404,11 @@ def fill_incident(incident: Incident, machine: Machine) -> None:
         incident.from_files = machine.again is not None and machine.again.from_files
         told = (note for note in (machine.shrunk, machine.grown) if note and note not in incident.notes)
         incident.notes.extend(told)
-    elif isinstance(machine, Observer) and machine.again is not None and out.ending == "in_place":
-        incident.rung, note = machine.again.rung, by_leader(machine.leader, machine.again, machine.world_size)
-        incident.notes += [note] if note not in incident.notes else []
+    elif isinstance(machine, Observer) and out.ending == "in_place":
+        incident.from_files = machine.from_files
+        if machine.again is not None:
+            incident.rung, note = machine.again.rung, by_leader(machine.leader, machine.again, machine.world_size)
+            incident.notes += [note] if note not in incident.notes else []
     if out.ending not in ("saved", "in_place", "in_arenas"):
         incident.step_saved = None
     notes = [*holder_notes(out), *([machine.unlike] if machine.unlike else [])]

@@ -36,6 +36,8 @@ class Observer(Machine):
     leader: str = ""
     leading: bool = False
     """Whether this machine has taken the lead."""
+    from_files: bool = False
+    """Entered again, its ranks begin with the newest checkpoint."""
     again: Again | None = None
     """What the leader has agreed with those that go on, fewer or with new ones: they may join as this incarnation."""
     _kept: dict[int, m.Saved] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class Observer(Machine):
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         """Once all have begun again after a fault, the leader has repaired it in place."""
         assert isinstance(message, m.Begin)
+        self.from_files = self.from_files or message.from_files
         super()._on_begin(member, message, now)
         if self.leading or self.state != "preparing":
             return []

@@ -40,6 +40,7 @@ from lastgasp.pytorch.drop_groups import drop_groups
 from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.led import NO_STEP, Orders, Peer, meet, why_no_new_process
 from lastgasp.pytorch.loop.memory import HeldTraining
+from lastgasp.pytorch.loop.renumber import numbered, place_after
 from lastgasp.pytorch.uservalues import UserValues
 
 log = logging.getLogger("lastgasp")
@@ -88,15 +89,18 @@ class EnteredFromFiles:
         tell_code()
         return order_when_taken_in() is not None
 
-    def join(self) -> None:
+    def join(self, fewer: bool = False) -> None:
         """Where MindIO may start single processes anew, join it now: before the process group is made, on all ranks.
 
         A new process returns when the others are about to enter the training again.
 
+        Args:
+            fewer: the training may go on with fewer ranks, as far as is known before it begins.
+
         Raises:
             RuntimeError: MindIO did not take this process into the running job.
         """
-        held = joining.join()
+        held = joining.join(fewer)
         self._from = held.again if held is not None else None
 
     def joined(self) -> None:
@@ -116,8 +120,9 @@ class EnteredFromFiles:
             fewer: whether it may go on with fewer ranks, whose numbers `reset` (of `goes_on`) finds in the environment.
         """
         self._status = status = life.session.status
-        if life.session.backend.backend != "embedded" and files is not None and life.place.world_size > 1:
-            self._offer_to_mindio(life, recovery, files)
+        several = life.place.world_size > 1 or self.life is not None  # else all others are missing, and may come back
+        if life.session.backend.backend != "embedded" and files is not None and several:
+            self._offer_to_mindio(life, recovery, files, fewer)
         if recovery in ("restart", "save"):
             status.recovery = recovery if recovery == "save" else ""
         elif self.why:
@@ -131,7 +136,7 @@ class EnteredFromFiles:
             if self._values is not None:
                 status.cannot_again = self._values.cannot
 
-    def _offer_to_mindio(self, life: AdapterRun, recovery: Recovery, files: Files) -> None:
+    def _offer_to_mindio(self, life: AdapterRun, recovery: Recovery, files: Files, fewer: Fewer) -> None:
         """All ranks call it together."""
         why = self.why or ("" if recovery in ("auto", "retry") else f"recovery={recovery}")
         source = life.source
@@ -141,7 +146,9 @@ class EnteredFromFiles:
         source.in_place, life.before_again = None, None
         if not source.not_in_place:
             led = LedFromFiles(self, life, peers, files)
+            led.agree_on_fewer(fewer)
             source.in_place, life.before_again, life.stays = led, led.keep, True
+            life.session.status.from_files = True
 
     def begins_with(self, step: int) -> None:
         """All ranks have loaded `step`. Before `offer`.
@@ -302,12 +309,20 @@ class LedFromFiles(Orders):
         """Nothing: until all have let go of it, the training's own state is what a dump would save."""
 
     def keep(self, again: Again) -> None:
-        """The step is on disk: agree where all meet. Raises what `agreed` raises; this rank has let go of nothing."""
-        life = self.life
-        found = msgspec.structs.replace(self.agreed(again), source=-1, takers=(), saved=True)
+        """The step is on disk: agree where all meet, by other numbers where ranks are missing or are there again.
+
+        Raises:
+            ControlError, DeadlineExceeded: the controller refused this rank, or another rank does not come. A dump that
+                is ordered then is on disk already.
+        """
+        life, before = self.life, self.life.place.rank
+        place = place_after(life.place, again)
         life.session.status.durable = again.step
-        life.bind(HeldTraining(FromDisk(life.place.rank, again.step, self._files)))
-        self._entered.led(found, life)
+        life.bind(HeldTraining(FromDisk(place.rank, again.step, self._files)))
+        if again.members:
+            life.joins_again(place)
+        found = numbered(self.agreed(again), before)
+        self._entered.led(msgspec.structs.replace(found, source=-1, takers=(), saved=True), life)
 
 
 def _forget(error: BaseException) -> None:

@@ -15,7 +15,7 @@ from torch import distributed
 from lastgasp.adapter import asked_recovery, cause_of, recovery_here
 from lastgasp.adapter.again import Recovery
 from lastgasp_megatron.abandon import abandon_saves, cannot_abandon
-from lastgasp_megatron.fewer import numbered
+from lastgasp_megatron.fewer import fewer_of, numbered
 from lastgasp_megatron.lead import leads_itself
 from lastgasp_megatron.ranks import device
 from lastgasp_megatron.script import ScriptValues
@@ -94,6 +94,11 @@ class Pretrain:
             return False
         auto = asked_recovery(getattr(args, "lastgasp_recovery", None)) == "auto"
         return auto and not not_again(args) and not leads_itself(args)
+
+    @property
+    def fewer(self) -> bool:
+        """Whether it may go on with fewer ranks, as far as is known before it."""
+        return self._global is not None and fewer_of(self._global, self.parsed).may
 
     def reset(self) -> None:
         """Drop what Megatron keeps of the training, and put back what it was started with; `given` is for the next."""

@@ -73,7 +73,7 @@ class Training:
         if again.wait():
             pretrain.reset()
         if pretrain.joins():
-            again.join()
+            again.join(pretrain.fewer)
         while True:
             try:
                 args, kwargs = pretrain.given

@@ -132,9 +132,9 @@ def _notes_of_goals(jobs: Sequence[Job], goals: Sequence[str]) -> list[str]:
     notes = []
     if "elastic-training" in goals and "dump" not in goals:
         notes.append(
-            "elastic-training: with lastgasp only loops and Lightning fits over an ElasticLoader go on with fewer "
-            "ranks (MindSpeed-LLM can by its own adapter, with --enable-elastic-training). Name dump as well, so "
-            "that the step is saved where that fails"
+            "elastic-training: with lastgasp only loops and Lightning fits over an ElasticLoader, and Megatron in "
+            "plain data parallel without MindSpeed, go on with fewer ranks (MindSpeed-LLM can by its own adapter, "
+            "with --enable-elastic-training). Name dump as well, so that the step is saved where that fails"
         )
     if "pod-rescheduling" in goals:
         names = [job.name for job in jobs if job.framework == "tensorflow"]

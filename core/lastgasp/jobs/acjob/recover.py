@@ -15,6 +15,13 @@ from .tree import Node
 
 _RECOVERY = "LASTGASP_RECOVERY"
 _MEGATRON = re.compile(r"--framework[ =\n]+megatron\b")
+NOT_FEWER = re.compile(
+    r"--(?:(?:(?:tensor|pipeline|expert)-model|context)-parallel-size[ =\n]+(?:[2-9]|[1-9][0-9])[0-9]*"
+    r"|dataloader-type[ =\n]+(?!single\b)\w+"
+    r"|(?:use-distributed-optimizer|step-batch-size-schedule|rampup-batch-size|decrease-batch-size-if-needed"
+    r"|data-parallel-random-init|full-validation|num-experts)\b)"
+)
+"""Options of Megatron's with which lastgasp's adapter does not go on with fewer ranks (docs/megatron.md)."""
 
 
 def _recovers(job: Job) -> bool:
@@ -40,7 +47,7 @@ def recover_secret(job: Job) -> Iterator[Match]:
     """Without it a new process cannot join lastgasp's controller. A start script, or an image, may set it as well."""
     if not (_recovers(job) or _shrinks(job)) or _pods(job) < 2:
         return
-    if any(TOKEN in word.text for one in job.replicas for word in one.script):
+    if any(TOKEN in _words(one) for one in job.replicas):
         return
     for replica, node in _ascend(job):
         named = any(replica.variable(name) is not None for name in (TOKEN, FILE, CERT, INSECURE))
@@ -124,18 +131,37 @@ def recovery_setting(job: Job) -> Iterator[Match]:
             yield Match(env.node, what, 'Write "auto", or leave it out.')
 
 
-@rule("recovery-unset", "warning", "lastgasp", "retry or recover of Megatron, which nobody asks lastgasp for")
+@rule("recovery-unset", "warning", "lastgasp", "a strategy in place of Megatron's, which nobody asks lastgasp for")
 def recovery_unset(job: Job) -> Iterator[Match]:
     """Its recovery in place is off by default. A start script, or an image, may set it as well."""
-    if job.framework != "pytorch" or not job.has("retry", "recover", "recover-in-place"):
+    asked_for = [one for one in job.strategies if one in ("retry", "recover", "recover-in-place", "elastic-training")]
+    if job.framework != "pytorch" or not asked_for:
         return
     for replica, node in _ascend(job):
-        words = "\n".join(word.text for word in replica.script)
+        words = _words(replica)
         asked = replica.variable(_RECOVERY) is not None or node.get("envFrom") is not None
         if _MEGATRON.search(words) and not (asked or _RECOVERY in words or "--lastgasp-recovery" in words):
-            what = f"{replica.type}: Megatron, and neither {_RECOVERY} nor --lastgasp-recovery: lastgasp refuses retry"
-            fix = f"Set {_RECOVERY}=auto for both, retry for retry alone; or name dump alone in recover-strategy."
-            yield Match(node, f"{what} and recover; the step is saved and the job restarts", fix)
+            what = f"{replica.type}: Megatron, and neither {_RECOVERY} nor --lastgasp-recovery: lastgasp refuses"
+            fix = f"Set {_RECOVERY}=auto for all, retry for retry alone; or name dump alone in recover-strategy."
+            yield Match(node, f"{what} {', '.join(asked_for)}; the step is saved and the job restarts", fix)
+
+
+@rule("elastic-megatron", "warning", "lastgasp", "elastic-training of Megatron with options that rule it out")
+def elastic_megatron(job: Job) -> Iterator[Match]:
+    """lastgasp refuses the strategy at start. Options in a start script, or in an image, are not seen."""
+    if not _shrinks(job):
+        return
+    for replica, node in _ascend(job):
+        words = _words(replica)
+        found = NOT_FEWER.search(words) if _MEGATRON.search(words) else None
+        if found is not None:
+            what = f"{replica.type}: Megatron with {' '.join(found[0].split())}: lastgasp refuses elastic-training"
+            fix = "Name dump alone in recover-strategy, or train in plain data parallel without that option."
+            yield Match(node, f"{what}; the step is saved and the job restarts", fix)
+
+
+def _words(replica: Replica) -> str:
+    return "\n".join(word.text for word in replica.script)
 
 
 @rule("hot-switch-lastgasp", "warning", "lastgasp", "hotSwitch with lastgasp")

@@ -95,7 +95,7 @@ class AgainHere:
     def agree_on_fewer(self) -> None:
         """It is known what the training takes its data from. All ranks call it together."""
         if self._orders is not None:
-            self._orders.agree_on_fewer("" if self.elastic() else NOT_FEWER)
+            self._orders.agree_on_fewer(Fewer(may=True) if self.elastic() else Fewer(why=NOT_FEWER))
 
     def _cannot_be_led(self) -> str:
         entry, recovery = self.run.entry, self.run.recovery

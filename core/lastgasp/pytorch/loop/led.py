@@ -21,7 +21,8 @@ from lastgasp.adapter.run import AdapterRun
 from lastgasp.deferred_source import DeferredSource
 from lastgasp.errors import ControlError, DeadlineExceeded, NotSaveable
 from lastgasp.gasp.again import NEW, Again
-from lastgasp.gasp.going_on import Resize
+from lastgasp.gasp.fewer_ranks import cannot_share
+from lastgasp.gasp.going_on import Fewer, Resize
 from lastgasp.pytorch.cut import cut_connections, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.handover import cloned
@@ -42,8 +43,6 @@ LONGEST_ENTRY = 1800.0
 """Seconds that a training which is entered again may take to its first step before it counts as hung, as at a start."""
 CONSULT = 15.0
 """Seconds for the controller to say what it keeps of other ranks' random states."""
-
-
 NOT_FEWER = "its data do not come from an ElasticLoader, which has missing ranks' micro-batches done by the others"
 
 
@@ -95,7 +94,8 @@ def why_no_new_process(session: Session, place: Place, recovery: str) -> str:
 
 
 class Orders:
-    """MindIO's orders, as far as they are the same wherever the training begins again; implements `ports.InPlace`.
+    """MindIO's orders, as far as they are the same wherever the training begins again; implements
+    `ports.GoesOnWithFewer`.
 
     One per entry of the training.
 
@@ -115,6 +115,7 @@ class Orders:
         self._ends = tuple(end for peer in peers if peer.host != host for end in peer.ends)
         self.gives = self.takes = self._over = False
         self._lost = tuple[int, ...]()
+        self.no_fewer, self._fewer = NOT_FEWER, Fewer()
 
     def cannot_now(self) -> str:
         """Why the training cannot be entered again at this moment; empty if it can."""
@@ -123,6 +124,20 @@ class Orders:
     def roll_back(self, step: int) -> None:
         """Keep what this rank begins with. Raises what `rollback` may raise."""
         raise NotImplementedError
+
+    def agree_on_fewer(self, fewer: Fewer) -> None:
+        """It is known what is trained with: can it go on without a lost rank? All ranks call it together.
+
+        Args:
+            fewer: what this rank knows of it.
+        """
+        self._fewer = fewer
+        try:
+            parts = self.life.session.gather("led-fewer", fewer.why.encode())
+        except (ControlError, DeadlineExceeded) as error:
+            self.no_fewer = f"the ranks could not be asked: {error}"
+            return
+        self.no_fewer = next((part.decode() for part in parts if part), "")
 
     # -- MindIO's thread ----------------------------------------------------------------------------------
 
@@ -177,6 +192,35 @@ class Orders:
         self.roll_back(step)
         self._over = True
 
+    def takes_in(self, ranks: tuple[int, ...]) -> None:
+        """As in `ports.GoesOnWithFewer`."""
+        place, why = joining.meeting(), self._cannot_resize()
+        if place is None or why:
+            raise NotSaveable(why or f"no new process can take a missing rank's place: {joining.why_not()}")
+        place.rebuild(ranks, grows=True)
+        self._lost = ranks
+
+    def _cannot_resize(self) -> str:
+        if why := self.no_fewer or self._cannot():
+            return why
+        differ = "the ranks were found to hold different states: none can do a missing one's part, or give it its own"
+        return "" if self.life.alike else differ
+
+    def resize(self, incarnation: int, step: int, members: tuple[int, ...], gives: bool) -> None:
+        """As in `ports.GoesOnWithFewer`: nothing but memory changes before the training thread goes on (`keep`)."""
+        rank = self.life.place.rank
+        if why := self._cannot_resize() or cannot_share([rank], {rank: self._fewer}, len(members)):
+            raise NotSaveable(why)
+        place = joining.meeting() if NEW in members else None
+        if place is not None:
+            place.look()
+        self.gives = gives
+        self.roll_back(step)
+        said = Resize(incarnation=incarnation, step=step, members=members)
+        if why := self.life.session.agree(said, CONSULT):
+            raise NotSaveable(f"the controller does not let these ranks go on so: {why}")
+        self._over = True
+
     def synchronize(self) -> None:
         """Let the device end what is queued."""
         drain()
@@ -201,7 +245,7 @@ class Orders:
 
 
 class Led(Orders):
-    """Of a training that begins with what its ranks keep in memory; implements `ports.GoesOnWithFewer`, too.
+    """Of a training that begins with what its ranks keep in memory.
 
     Args:
         here: of the training's run. peers: of all ranks.
@@ -211,20 +255,6 @@ class Led(Orders):
         super().__init__(here.run.life, peers)
         self._here, self._run = here, here.run
         self._memory: Memory | None = None
-        self.no_fewer = NOT_FEWER
-
-    def agree_on_fewer(self, why: str) -> None:
-        """The training's data are known: can it go on without a lost rank? All ranks call it together.
-
-        Args:
-            why: why it could not, as far as this rank knows; empty where it could.
-        """
-        try:
-            parts = self.life.session.gather("led-fewer", why.encode())
-        except (ControlError, DeadlineExceeded) as error:
-            self.no_fewer = f"the ranks could not be asked: {error}"
-            return
-        self.no_fewer = next((part.decode() for part in parts if part), "")
 
     def cannot_now(self) -> str:
         """As in the base."""
@@ -251,34 +281,6 @@ class Led(Orders):
         aux[run.place.rank] = own
         durable, values = run.life.session.status.durable, here.values() if self.gives else b""
         return Memory(step, cloned(run.dump(step, aux)), durable, here.present(), values)
-
-    def takes_in(self, ranks: tuple[int, ...]) -> None:
-        """As in `ports.GoesOnWithFewer`."""
-        place, why = joining.meeting(), self._cannot_resize()
-        if place is None or why:
-            raise NotSaveable(why or f"no new process can take a missing rank's place: {joining.why_not()}")
-        place.rebuild(ranks, grows=True)
-        self._lost = ranks
-
-    def _cannot_resize(self) -> str:
-        if why := self.no_fewer or self._cannot():
-            return why
-        differ = "the ranks were found to hold different states: none can do a missing one's part, or give it its own"
-        return "" if self.life.alike else differ
-
-    def resize(self, incarnation: int, step: int, members: tuple[int, ...], gives: bool) -> None:
-        """As in `ports.GoesOnWithFewer`: nothing but memory changes before the training thread goes on (`keep`)."""
-        if why := self._cannot_resize():
-            raise NotSaveable(why)
-        place = joining.meeting() if NEW in members else None
-        if place is not None:
-            place.look()
-        self.gives = gives
-        self.roll_back(step)
-        said = Resize(incarnation=incarnation, step=step, members=members)
-        if why := self.life.session.agree(said, CONSULT):
-            raise NotSaveable(f"the controller does not let these ranks go on so: {why}")
-        self._over = True
 
     def _join_resized(self, again: Again) -> None:
         """On the training thread: join the controller by the new number, with the same step.

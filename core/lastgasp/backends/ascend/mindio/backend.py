@@ -220,7 +220,7 @@ class MindioBackend:
             ranks = ", ".join(map(str, repaired.lost))
             self._processor.tell(m.Noted(text=f"{self._leader} has moved rank {ranks} to another node (hot switch)"))
         if repaired is not None and exits.state_of(cause, True) not in ("RS_UNKNOWN", "RS_NORMAL", *exits.PARKED):
-            keep_record(self._config, self._place, fault, repaired, self._leader)
+            keep_record(self._config, self._place, fault, repaired, self._leader, self._status.from_files)
         return repaired
 
     @property

@@ -241,7 +241,8 @@ class Handlers:
         deadline = _clock.monotonic() + int(os.environ[limits.ACTION]) - MARGIN
         groups, rank = self.place.replicas, self.place.rank
         shard = next(number for number, group in enumerate(groups) if rank in group)
-        if self.status.durable >= step or not self.parking.stands_for(min(groups[shard])):
+        first = min(groups[shard])
+        if self.status.durable >= step or not self.parking.stands_for(self._there[first] if self._there else first):
             return
         self._write(step, f"MindIO has all ranks begin again with step {step}")
         if shard:
@@ -290,6 +291,8 @@ class Handlers:
     def _resize(self, in_place: GoesOnWithFewer, step: int, members: tuple[int, ...]) -> None:
         self._outside(step)
         in_place.resize(self.parking.number + 1, step, members, self.parking.gives)
+        if in_place.from_files:
+            self._write_first(step)
         self.status.begun = step
         self.parking.resized(step, members)
 
