@@ -259,6 +259,20 @@ def test_a_tuner_takes_part_in_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "ckpts").glob("*.ckpt")] == ["gasp-step=00000005.ckpt"]
 
 
+def test_a_smoke_test_is_neither_saved_nor_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A crash of it would otherwise be where the real training begins, and the training's checkpoints its own start."""
+    job, steps = Job(tmp_path), list(range(12))
+    caplog.set_level("INFO", "lastgasp")
+    for strike, smoke in ((2, 5), (7, False), (None, 3), (None, False)):
+        job.restart()
+        model = Small()
+        caplog.clear()
+        assert fit(job.make(strike=strike, fast_dev_run=smoke), model) == (strike is None)
+        assert ("LastGasp does nothing in this fit" in caplog.text) == bool(smoke)
+        assert (tmp_path / "ckpts").exists() == (strike != 2)
+        assert model.trained == {2: steps[:2], 7: steps[:7], None: steps[:3] if smoke else steps[7:]}[strike]
+
+
 class Batches(Small):
     """Makes its own loader, of the size that a finder has found."""
 

@@ -543,10 +543,10 @@ def test_noise_from_the_controller_counts_as_its_loss() -> None:
         until(lambda: not rank.processor.led)
 
 
-def uncoordinated(directory: Path, source: FakeSource, step: int = 3) -> m.Release:
+def uncoordinated(directory: Path, source: FakeSource, step: int = 3, durable: int = 0) -> m.Release:
     """The recovery of rank 1 of 2 on its own."""
     status = RankStatus()
-    status.step = step
+    status.step, status.durable = step, durable
     place = Place(rank=1, world_size=2, replicas=data_parallel(2))
     return recover_uncoordinated(status, source, place, msgspec.structs.replace(HELLO, directory=str(directory)), FAULT)
 
@@ -566,14 +566,17 @@ def test_alone_a_record_that_cannot_be_written_does_not_spoil_the_save(tmp_path:
     assert uncoordinated(tmp_path / "file", FakeSource()).ending == "saved"
 
 
+@pytest.mark.parametrize("durable", [0, 1])
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), TypeError("a bug"), OSError(2, "none", "a\udcff")])
-def test_alone_a_failed_save_is_on_record(tmp_path: Path, error: Exception) -> None:
+def test_alone_a_failed_save_is_on_record_and_loses_all_since_the_newest_checkpoint(
+    tmp_path: Path, error: Exception, durable: int
+) -> None:
     source = FakeSource()
     source.error = error
-    outcome = uncoordinated(tmp_path, source)
+    outcome = uncoordinated(tmp_path, source, durable=durable)
     assert (outcome.ending, type(error).__name__ in outcome.reason) == ("gave_up", True)
     [record] = (tmp_path / "incidents").iterdir()
-    assert decode_incident(record.read_bytes()).steps_lost == 1
+    assert decode_incident(record.read_bytes()).steps_lost == 3 - durable
 
 
 def test_alone_with_nothing_new(tmp_path: Path) -> None:

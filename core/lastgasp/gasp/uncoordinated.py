@@ -54,6 +54,7 @@ class _Case:
     elsewhere: SavedElsewhere
     hello: m.Hello
     begun: bool
+    status: RankStatus
     meeting: Meeting | None
     """Where it meets the survivors of other hosts; None where there never was a controller."""
     aux: Mapping[int, bytes]
@@ -86,7 +87,7 @@ def recover_uncoordinated(
     status.all_run = fault.kind == "sigterm"
     elsewhere = SavedElsewhere(Path(hello.directory), hello.job, hello.attempt, known.since_s)
     meeting = None if known.since_s is None else Meeting(Path(hello.directory), place, known.since_s)
-    case = _Case(incident, fault, elsewhere, hello, begun=status.phase != "start", meeting=meeting, aux=known.aux)
+    case = _Case(incident, fault, elsewhere, hello, status.phase != "start", status, meeting, known.aux)
     try:
         outcome = _decide_and_save(status, source, place, hello.finish_timeout, case)
     except Moved as moved:  # the gate is closed, so a rank can complete at most one more step
@@ -163,7 +164,7 @@ def _carry_out(decision: Decision, source: StateSource, case: _Case, last: bool,
             raise
         log.exception("the save of step %d failed", decision.step)
         incident.ending, incident.reason = "gave_up", m.one_line(error)
-        incident.steps_lost = decision.lost + 1
+        incident.steps_lost = decision.lost + max(0, decision.step - case.status.durable)
         return _release(incident, -1, "")
     incident.ending, incident.step_saved, incident.files = "saved", decision.step, [result.path]
     incident.savers, incident.nbytes = sorted(set(decision.savers)), result.nbytes

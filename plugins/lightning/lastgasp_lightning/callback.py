@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -26,7 +27,9 @@ from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.logversions import watch_versions
 from lastgasp_lightning.ranks import require_supported
 from lastgasp_lightning.run import LightningRun
-from lastgasp_lightning.tuner import is_tuner_run
+from lastgasp_lightning.tuner import is_smoke_test, is_tuner_run
+
+log = logging.getLogger("lastgasp")
 
 _NOT_NEEDED = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
 """Hooks of each step that do nothing here; what happens in between is seen by patches for a tenth of the cost."""
@@ -113,6 +116,10 @@ class LastGasp(Enters, Callback):
         """
         if stage != "fit" or is_tuner_run(trainer):
             return
+        if is_smoke_test(trainer):
+            if trainer.is_global_zero:
+                log.info("fast_dev_run: LastGasp does nothing in this fit, neither resumes it nor saves a step")
+            return
         if sum(isinstance(callback, LastGasp) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError("callbacks", "several LastGasp", "one LastGasp", "Leave one of them in the list.")
         require_supported(trainer)
@@ -154,19 +161,22 @@ class LastGasp(Enters, Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Parameters are about to change. Left out where the precision plugin reports it."""
-        self._run.before_update()  # type: ignore[union-attr]
+        if self._run is not None:
+            self._run.before_update()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The step is complete, if the batch ended one."""
         run = self._run
-        step = run.state.boundary()  # type: ignore[union-attr]
+        if run is None:
+            return
+        step = run.state.boundary()
         if step is not None:
-            run.complete(step)  # type: ignore[union-attr]
-        elif run.state.watch.uncounted:  # type: ignore[union-attr]
-            run.uncounted()  # type: ignore[union-attr]
-        run.progress("data")  # type: ignore[union-attr]
+            run.complete(step)
+        elif run.state.watch.uncounted:
+            run.uncounted()
+        run.progress("data")
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **options: Any) -> None:
         """Progress, for the hang watchdog."""

@@ -27,6 +27,11 @@ def is_tuner_run(trainer: Any) -> bool:
     return any(getattr(finder, "_early_exit", False) for finder, _ in _finders(trainer))
 
 
+def is_smoke_test(trainer: Any) -> bool:
+    """Whether this fit only shows that a script runs (`fast_dev_run`): Lightning saves none of its steps either."""
+    return bool(trainer.fast_dev_run)
+
+
 def _finders(trainer: Any) -> list[tuple[Any, str]]:
     return [(cb, method) for cb in trainer.callbacks for kind, method in _METHODS.items() if isinstance(cb, kind)]
 
