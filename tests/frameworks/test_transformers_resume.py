@@ -11,14 +11,14 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
 import torch
 from click.testing import CliRunner
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.cli import main
 from lastgasp.errors import DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
-from lastgasp_transformers.files import OwnSaves
+from lastgasp_transformers.own import OwnSaves
 from support.train_transformers import VOCABULARY, Tokens
 
 pytestmark = [pytest.mark.usefixtures("restored_environ", "first_training"), pytest.mark.timeout(300)]
@@ -302,3 +302,54 @@ def test_a_trainer_that_trains_on_resumes_from_what_it_has_trained(
         found = train(folder, LastGasp())
         assert [name for name in _differences(found, expected) if name not in ("loss", "logged")] == []
         assert torch.equal(found["logged"][:-1], expected["logged"][:-1])
+
+
+class BestAt2(Trainer):  # type: ignore[misc,unused-ignore]
+    """Whose best model is that of step 2."""
+
+    best = 2
+
+    def evaluate(self, *args: Any, **more: Any) -> Any:
+        """Step 1 is not evaluated."""
+        return super().evaluate(*args, **more) | {"eval_loss": float(abs(self.state.global_step - self.best))}
+
+
+class BestAt4(BestAt2):
+    """Whose best model is that of step 4."""
+
+    best = 4
+
+
+def _differences_of_best(folder: Path, kind: type[Trainer], fault: TrainerCallback) -> list[str]:
+    """In the weights at the end, between a training that was disturbed and one that was not. Saved every four steps."""
+
+    def train(one: Trainer) -> dict[str, torch.Tensor]:
+        one.train()
+        return {name: value.clone() for name, value in one.model.state_dict().items()}
+
+    wanted = {"eval_steps": 2, "load_best_model_at_end": True}
+    expected = train(trainer(folder / "plain", kind=kind, **wanted))
+    with pytest.raises(InjectedFault):
+        trainer(folder / "d", LastGasp(), fault, kind=kind, **wanted).train()
+    new_process()
+    return _differences(train(trainer(folder / "d", LastGasp(), kind=kind, **wanted)), expected)
+
+
+def test_a_gasp_between_two_saves_is_not_the_best_model(tmp_path: Path) -> None:
+    """Nothing is loaded at the end of an undisturbed training, whose best step was not saved."""
+    assert _differences_of_best(tmp_path, BestAt2, Breaks(2)) == []
+    assert (tmp_path / "d/checkpoint-2.manifest.json").exists()
+
+
+@pytest.mark.parametrize("fault", [Breaks(4), StopsInEvaluation(4)])
+def test_a_gasp_in_place_of_a_save_is_the_best_model(fault: TrainerCallback, tmp_path: Path) -> None:
+    assert _differences_of_best(tmp_path, BestAt4, fault) == []
+
+
+def test_what_trainer_removes_at_the_end_leaves_no_manifest(tmp_path: Path) -> None:
+    """With save_total_limit=1 all but the best one."""
+    wanted = {"load_best_model_at_end": True, "save_total_limit": 1}
+    trainer(tmp_path, LastGasp(), kind=BestAt4, **wanted).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-4.manifest.json"]
+    listed = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert listed.exit_code == 0, listed.output

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from lastgasp_transformers.values import VALUES, split
 
 LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
 FORMAT, VERSION = "transformers", 1
-_RECORD, _OPTIMIZER = "lastgasp.pt", "optimizer.pt"
+RECORD, OPTIMIZER = "lastgasp.pt", "optimizer.pt"
 BESIDE = "beside"
 """In the record: what training changes of the model and `save_pretrained` has not written."""
-_INCOMPLETE = "checkpoint-is-incomplete.txt"
+INCOMPLETE = "checkpoint-is-incomplete.txt"
 """As Trainer's own just-in-time checkpoint has it; it is there while ranks write."""
 _WEIGHTS_ALONE = "has weights alone, or is incomplete: there is no optimizer.pt"
 _BY_PATH = (
@@ -50,9 +48,9 @@ def read_record(path: Path) -> Record | None:
     Raises:
         ValueError: of a version that this code does not know.
     """
-    if not (path / _RECORD).exists():
+    if not (path / RECORD).exists():
         return None
-    found: Record = torch.load(path / _RECORD, map_location="cpu", weights_only=False)  # verified, and of our own
+    found: Record = torch.load(path / RECORD, map_location="cpu", weights_only=False)  # verified, and of our own
     if found["version"] != VERSION:
         raise ValueError(f"it has lastgasp state of version {found['version']}, this lastgasp reads {VERSION}")
     with_added(found, path, LAYOUT)
@@ -74,16 +72,16 @@ class Policy(adapter.SelectionPolicy):
     def candidates(self, own: bool) -> list[checkpoint.Candidate]:
         """Those that training can be resumed from."""
         found = super().candidates(own)
-        bare = [one.path for one in found if one.manifest is None and not (one.path / _INCOMPLETE).exists()]
-        self._weights = tuple(path for path in bare if not (path / _OPTIMIZER).exists())
+        bare = [one.path for one in found if one.manifest is None and not (one.path / INCOMPLETE).exists()]
+        self._weights = tuple(path for path in bare if not (path / OPTIMIZER).exists())
         whole = {*bare} - {*self._weights}
         return [one for one in found if one.manifest is not None or one.path in whole]
 
     def named(self, path: Path) -> checkpoint.Candidate:
         """As ever, but for an incomplete one."""
         found = super().named(path)
-        if found.manifest is None and (path / _INCOMPLETE).exists():
-            problem = f"it is incomplete: the process that wrote it was killed ({_INCOMPLETE} lies in it)"
+        if found.manifest is None and (path / INCOMPLETE).exists():
+            problem = f"it is incomplete: the process that wrote it was killed ({INCOMPLETE} lies in it)"
             return dataclasses.replace(found, problem=found.problem or problem)
         return found
 
@@ -103,44 +101,6 @@ class Policy(adapter.SelectionPolicy):
         if self._weights and self.place.rank == 0:
             newest, others = self._weights[0], len(self._weights) - 1
             log.warning("training begins from scratch: %s (and %d more) %s", newest, others, _WEIGHTS_ALONE)
-
-
-class OwnSaves(adapter.NativeManifests):
-    """Manifests for what Trainer itself saves; the ranks' auxiliary states are put beside its files.
-
-    Args:
-        record: makes what goes into a checkpoint that is written, from the auxiliary states of the ranks.
-    """
-
-    def __init__(
-        self, writer: adapter.ManifestWriter, session: adapter.Session,
-        record: Callable[[Path, Mapping[int, bytes]], Record],
-    ) -> None:  # fmt: skip
-        super().__init__(writer, session.gather, session.status)
-        self._record = record
-
-    def begin(self, path: Path) -> None:
-        """On rank 0, before any rank writes: what stands there is about to be overwritten."""
-        LAYOUT.manifest_path(path).unlink(missing_ok=True)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / _INCOMPLETE).write_text("Trainer is writing this checkpoint, or was killed while it did.\n")
-
-    def forget(self, path: Path) -> None:
-        """On rank 0: Trainer writes alone, and perhaps only weights, which belong to nothing that stands there."""
-        for stale in (LAYOUT.manifest_path(path), path / _RECORD, path / _OPTIMIZER):
-            stale.unlink(missing_ok=True)
-
-    def add_aux(self, save: adapter.NativeSave, aux: Mapping[int, bytes]) -> None:
-        """On rank 0, when all ranks have written."""
-        torch.save(self._record(save.path, aux), save.path / _RECORD)
-        (save.path / _INCOMPLETE).unlink()
-
-    def adopt(self, save: adapter.NativeSave) -> None:
-        """On rank 0: a good gasp of this very step is Trainer's own checkpoint from now on, and no gasp any more."""
-        found = checkpoint.read_manifest(LAYOUT.manifest_path(save.path))
-        if isinstance(found, checkpoint.Manifest) and found.kind == "gasp":
-            with contextlib.suppress(adapter.CheckpointError):  # somebody has put more files there: it stays a gasp
-                checkpoint.write_manifest(save.path, LAYOUT, self.provenance(save), found.files)
 
 
 def write_checkpoint(staged: checkpoint.Staged, trainer: Any, dump: Record, record: Record, state: Record) -> None:
@@ -195,8 +155,8 @@ def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Reco
     if processing is not None:
         processing.save_pretrained(folder)
     one = record["world_size"] == 1
-    files = {"training_args.bin": trainer.args, _OPTIMIZER: dump["optimizer"], "scheduler.pt": dump["scheduler"],
-             "scaler.pt": dump["scaler"], _RECORD: record}  # fmt: skip
+    files = {"training_args.bin": trainer.args, OPTIMIZER: dump["optimizer"], "scheduler.pt": dump["scheduler"],
+             "scaler.pt": dump["scaler"], RECORD: record}  # fmt: skip
     for rank, data in record["small"].items():
         files["rng_state.pth" if one else f"rng_state_{rank}.pth"] = _random_state(decode_aux(data).rng, one)
     for file, value in files.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import logging
@@ -18,15 +17,15 @@ import msgspec
 import torch
 import transformers
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import rotate_checkpoints
 
 from lastgasp import adapter
 from lastgasp.adapter import torch as shared
-from lastgasp.adapter.checkpoint import Candidate, Fit, remove_orphans
+from lastgasp.adapter.checkpoint import Candidate, Fit
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
-from lastgasp_transformers.files import FORMAT, LAYOUT, OwnSaves, Policy, Record, load_beside, path_of, read_record
+from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
+from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
 from lastgasp_transformers.values import CarriedValues
 
@@ -152,6 +151,7 @@ class Run:
                     log.warning("fit %d resumes from %s of fit %d, as resume_from_checkpoint=True asks",
                                 self._fit.number, chosen.path, earlier)  # fmt: skip
         self._present = selector.present
+        self._gasps = gasps_in(Path(self._trainer.args.output_dir))
         for name in _NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
         return call(str(chosen.path) if chosen is not None else None)
@@ -341,7 +341,9 @@ class Run:
 
     def _around_finalize_training(self, original: Any, trial: Any, samples: Any, start_time: float) -> Any:
         """What it counts begins where the sums of the loss do."""
-        return original(trial, samples, start_time - self._before)
+        found = original(trial, samples, start_time - self._before)
+        remove_orphans_of(self._trainer.args)
+        return found
 
     def _return(self, record: Record, given: dict[str, Any]) -> bool:
         """Stand on the boundary, and do what is due there. Returns whether the data are repeated exactly."""
@@ -375,8 +377,9 @@ class Run:
     # -- Trainer's own checkpoints ------------------------------------------------------------------------
 
     def _around_save_checkpoint(self, original: Any, *args: Any) -> None:
-        self._call = partial(original, *args)
         wanted, step = self._trainer.args, self._trainer.state.global_step
+        self._gasps.discard(step)
+        self._call = partial(call_save, self._trainer.state, self._gasps, original, *args)
         path = path_of(Path(wanted.output_dir).absolute(), step)
         kept = not wanted.save_only_model or path.resolve() in self._good
         if kept and step == self.step and self.training.known:
@@ -411,7 +414,7 @@ class Run:
         finally:
             undo()
         if good := self._saves.commit(save):  # until then an older one may be the only good one
-            self._rotate()
+            rotate(self._trainer.args, self._trainer.state)
         return good
 
     def _keep(self, save: adapter.NativeSave) -> None:
@@ -419,17 +422,10 @@ class Run:
         state, args = self._trainer.state, self._trainer.args
         if self.rank == 0:
             self._saves.adopt(save)
-        if state.best_global_step and (best := path_of(Path(args.output_dir), state.best_global_step)).exists():
+        step = state.best_global_step
+        if step and step not in self._gasps and (best := path_of(Path(args.output_dir), step)).exists():
             state.best_model_checkpoint = str(best)
-        self._rotate()
-
-    def _rotate(self) -> None:
-        """As Trainer does at the end of a save."""
-        state, args = self._trainer.state, self._trainer.args
-        if args.should_save:
-            rotate_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
-            with contextlib.suppress(OSError):  # the next save looks again
-                remove_orphans(Path(args.output_dir), LAYOUT)
+        rotate(args, state)
 
 
 def _load_whole(optimizer: Any, load: Callable[[Any], object], stored: Any) -> None:
