@@ -155,7 +155,7 @@ def load_engine(engine: Any, path: Path, beside: Mapping[str, Any]) -> None:
     if saved != here:
         raise CheckpointMismatch(str(path), [f"{saved} ranks have saved it and there are {here}: its partitions fit "
                                              "the same number alone (convert it by deepspeed.checkpoint."
-                                             "ds_to_universal to change that)"])  # fmt: skip
+                                             "ds_to_universal --inject_missing_state to change that)"])  # fmt: skip
     config = engine._config
     universal = getattr(config, "load_universal_checkpoint", False)
     config.load_universal_checkpoint = False  # it says of which kind the one is that the script has begun with
