@@ -142,3 +142,15 @@ def test_a_process_joins_mindio_early_where_a_new_one_could_take_its_place(
     monkeypatch.setenv("LASTGASP_RECOVERY", recovery)
     training.global_vars._GLOBAL_ARGS = Namespace(**settings) if settings is not None else None
     assert Pretrain((), {}, first=first).joins() == joins
+
+
+@pytest.mark.parametrize(
+    ("settings", "fewer"),
+    [({}, True), ({"use_distributed_optimizer": True}, False), ({"dataloader_type": "cyclic"}, False), (None, False)],
+)
+def test_mindio_hears_that_ranks_may_be_missing_only_where_they_may(
+    settings: dict[str, Any] | None, fewer: bool, training: Any
+) -> None:
+    usual = {"dataloader_type": "single", "global_batch_size": 8, "micro_batch_size": 1}
+    training.global_vars._GLOBAL_ARGS = Namespace(**usual | settings) if settings is not None else None
+    assert Pretrain((), {}, first=True).fewer == fewer
