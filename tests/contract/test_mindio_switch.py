@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from lastgasp.testing.weights import differences
+from support import logged
 from support.again_faults import AFTER, VARIABLE
-from support.launchers import incidents, torchrun, undisturbed_jobs, until
+from support.launchers import SUPPORT, finish, incidents, torchrun, undisturbed_jobs, until
 from support.mindio_switch import GATE, SWITCHED, WORKER, check_moved, check_undisturbed, pids, prepared
 from support.recovery_backends import TORCH, used
 
+LIGHTNING = SUPPORT / "train_again_lightning.py"
 SOON = {"TTP_NORMAL_ACTION_TIME_LIMIT": "60"}
 """Scaled: an order that nobody answers is given up after twelve seconds."""
 
@@ -49,6 +51,25 @@ def test_a_rank_is_moved_and_the_others_keep_their_processes(
         assert started.code() == 0, started.output[-8000:]
         assert f"the old process of rank 1 {ends}" in started.output
         check_moved(directory, undisturbed(), trace)
+
+
+@pytest.mark.full
+def test_a_rank_of_lightnings_fit_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of the log is there once."""
+    fitted, directory = tmp_path / "fitted", tmp_path / "d"
+    fitted.mkdir()
+    (fitted / "go").touch()
+    command = torchrun(LIGHTNING, "--dir", fitted, ranks=3)
+    assert finish(command, tmp_path, LASTGASP_WARM="off", LASTGASP_BACKEND="embedded").ok
+    auto = {"LASTGASP_RECOVERY": "auto"}
+    with (
+        used(TORCH, tmp_path, monkeypatch) as trace,
+        prepared(tmp_path, trace, "term", auto, script=LIGHTNING) as started,
+    ):
+        (directory / "go").touch()
+        assert started.code() == 0, started.output[-8000:]
+        check_moved(directory, fitted / "final.pt", trace)
+    assert logged.rows(fitted / "logs/table") == logged.rows(directory / "logs/table")
 
 
 @pytest.mark.full

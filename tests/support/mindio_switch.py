@@ -30,20 +30,23 @@ def prepared(
     more: Mapping[str, str] | None = None,
     waits: bool = True,
     stops: bool = False,
+    script: Path = WORKER,
 ) -> Iterator[Running]:
     """A job of three ranks at the gate, beside which a new process of rank 1 waits, or is about to.
 
     Args:
         how: the old pod is deleted (`mindx.OLD_POD`). more: of its environment. stops: it is stopped at once.
+        script: trains.
     """
     directory = tmp_path / "d"
     directory.mkdir()
     if stops:
         (directory / "stop").touch()
-    command = mindx.command(WORKER, "--dir", directory, "--final", directory / "final.pt", ranks=3)
+    final = ["--final", directory / "final.pt"] if script == WORKER else []
+    command = mindx.command(script, "--dir", directory, *final, ranks=3)
     variables = {mindx.SWITCH: str(directory), mindx.OLD_POD: how, **POD, **(more or {})}
     with running(tmp_path, command, **variables) as [started]:
-        until(lambda: all(GATE - 1 in trained(directory, rank) for rank in range(3)), "all are at the gate")
+        until(lambda: at_gate(trace) == {0, 1, 2}, "all are at the gate")
         (directory / "switch").write_text(str(RANK))
         until(lambda: "a switch is prepared: 0" in started.output, "MindX has ordered the switch")
         if waits:
@@ -51,6 +54,11 @@ def prepared(
             [waiting] = trace.events("report", RANK)
             assert waiting["state"] == "RS_PREREPAIR_FINISH"
         yield started
+
+
+def at_gate(trace: Trace) -> set[int]:
+    """The ranks that MindIO knows there."""
+    return {event["of"] for event in trace.events("heard") if event["step"] == GATE}
 
 
 def words(directory: Path, rank: int) -> list[list[str]]:
@@ -79,11 +87,11 @@ def check_moved(directory: Path, undisturbed: Path, trace: Trace) -> None:
     for rank in range(3):
         [(pid, first), (after, then)] = entered(directory, rank)
         assert (first, then, pid != after) == (0, SWITCHED, rank == RANK)
-        assert trained(directory, rank) == list(range(12))
+        assert trained(directory, rank) in (list(range(12)), [])  # Lightning's script does not note them
         orders = ["rebuild_group", *(["repair"] if rank in (RANK, RANK + 1) else []), "rollback"]
         assert [name for name in trace.names(rank) if name in ORDERS] == orders
     assert differences(undisturbed, directory / "final.pt") == []
-    assert len(list(directory.glob("*.pt"))) == 1
+    assert len(list(directory.glob("*.pt"))) == 1 and list(directory.glob("gasp-*")) == []
     [incident] = incidents(directory)
     ended = (incident.ending, incident.rung, incident.step_saved, incident.steps_lost, incident.led_by)
     assert ended == ("in_place", "replace", SWITCHED, 0, "MindIO in TaskD"), incident

@@ -169,8 +169,8 @@ def hot_switch_lastgasp(job: Job) -> Iterator[Match]:
     """MindSpore takes part by itself."""
     if job.sub_healthy == "hotSwitch" and job.framework == "pytorch":
         what = (
-            "hotSwitch: of lastgasp's adapters the one for loops (lastgasp.pytorch.train) was run through a switch to "
-            "another node, on a stand-in of MindIO; a switch that fails ends the job, and MindX has nobody dump then"
+            "hotSwitch: lastgasp was run through a switch to another node with loops (lastgasp.pytorch.train) and "
+            "Lightning alone, on a stand-in of MindIO; one that fails ends the job, and MindX has nobody dump then"
         )
         fix = 'For all others write "graceExit" with dump: the step is saved, and the job restarts elsewhere.'
         yield Match(job.at("metadata", "labels", "subHealthyStrategy"), what, fix)
