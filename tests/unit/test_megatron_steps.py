@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from lastgasp_megatron.compose import Composer
 from lastgasp_megatron.steps import Built, Steps, wrap
+from lastgasp_megatron.topology import Shard
 
 
 class Inner:
@@ -193,6 +195,23 @@ def test_iterations_that_are_skipped_count(loop: Loop) -> None:
     loop.args.curr_iteration, loop.args.consumed_train_samples = 3, 36
     loop.steps.iteration_begin()
     assert (loop.steps.step, loop.steps.boundary.consumed, loop.said[-1]) == (3, 36, "end 3")
+    assert loop.steps.boundary.trained == 12, "the samples of skipped iterations are not computed with"
+    loop.iteration()
+    assert loop.steps.boundary.trained == 24
+
+
+def test_operations_are_those_of_the_samples_that_were_trained_with(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = ModuleType("megatron.training.training")
+    vars(training)["num_floating_point_operations"] = lambda args, samples: args.each * samples
+    for name in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, name, training)
+    loop.args.each, loop.args.num_floating_point_operations_so_far, loop.args.global_batch_size = 5, 1000.0, 99
+    shard = Shard(tensor=0, pipeline=0, part=0, parts=1, data_ranks=(0,))
+    composer = Composer(Built(loop.args, [], SimpleNamespace(is_stub_optimizer=True), None), shard)
+    loop.iteration()
+    assert composer.compose(loop.steps.boundary, {})["num_floating_point_operations_so_far"] == 1060.0
 
 
 def test_an_iteration_without_an_attempt_at_an_update_does_not_count(loop: Loop) -> None:

@@ -37,11 +37,13 @@ class Kept:
         tensors: where each lies, and its copy.
         extra: of each part of the model, the extra state of its modules by their key in the state.
         missing: what people must know of a checkpoint that is made of it; empty for nothing.
+        own: by name the buffers of which each data parallel rank may have its own.
     """
 
     tensors: Sequence[tuple[dict[str, Any], str, Tensor]] = ()
     extra: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     missing: str = ""
+    own: Mapping[str, _Place] = field(default_factory=dict)
 
     def by_id(self) -> dict[int, Tensor]:
         """The copies by the `id` of what is in their place now."""
@@ -61,6 +63,8 @@ class Beside:
     ) -> None:
         updated, models = ids_of(optimizers), [one for one in chunks if isinstance(one, nn.Module)]
         self._places = [place for chunk in models for place in _places(chunk, updated)]
+        places = {(id(one.where), one.name): one for one in self._places}
+        self._own = {label: places[id(where), name] for label, where, name in own_buffers(models)}
         self._extra = _Extra(models)
         self._note, self._turn, self._told = note, 0, False
 
@@ -73,19 +77,19 @@ class Beside:
         refused = [place for place in self._places if place.refused]
         if refused and not self._told:
             self._told = True
-            self._note(f"{_some([place.label for place in refused])} changes within a step and cannot be copied "
+            self._note(f"{some([place.label for place in refused])} changes within a step and cannot be copied "
                        f"({refused[0].refused}): a fault behind such a change has nothing saved")  # fmt: skip
         extra, missing = self._extra.step_over(step, look)
         copies = [(one.where, one.name, one.copy) for one in self._places if one.copy is not None]
-        return Kept(copies, extra, missing)
+        return Kept(copies, extra, missing, self._own)
 
     def changed(self) -> str:
         """Tensors that have changed since the end of the step and had seemed not to change; empty if none has."""
-        return _some([place.label for place in self._places if place.copy is None and place.differs()])
+        return some([place.label for place in self._places if place.copy is None and place.differs()])
 
     def extra_changed(self) -> str:
         """Extra state of which the same is so. Its bytes may differ where nothing has changed (`_content`)."""
-        return _some(self._extra.changed())
+        return some(self._extra.changed())
 
 
 class _Place:
@@ -126,6 +130,13 @@ class _Place:
         """From how it was when its digest was taken."""
         live = self.where.get(self.name)
         return live is not None and (bool(self.refused) or _digest_of(live) != self._digest)
+
+    def value(self, check: bool) -> Tensor | None:
+        """Its value at the end of the step; None where it has none, or `check` finds that this has no copy."""
+        if self.copy is not None or self.refused:
+            return self.copy
+        live: Tensor | None = self.where.get(self.name)
+        return None if live is None or (check and self.differs()) else live.detach()
 
     def _copy(self, live: Tensor) -> None:
         try:
@@ -243,6 +254,19 @@ def _places(chunk: nn.Module, updated: frozenset[int]) -> Iterator[_Place]:
                 yield _Place(f"{prefix}.{name}", module._parameters, name, 0)
 
 
+def own_buffers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Persistent buffers of which each data parallel rank may have its own: label, where it lies, and its name there.
+
+    Megatron reduces what a router has counted before it changes the bias; SyncBatchNorm reduces its statistics.
+    """
+    for number, chunk in enumerate(chunks):
+        for prefix, module in _innermost(chunk).named_modules():
+            for name in module._buffers if not isinstance(module, nn.SyncBatchNorm) else ():
+                if name not in module._non_persistent_buffers_set and name != "expert_bias":
+                    label = f"{prefix}.{name}".removeprefix(".")
+                    yield f"{label} of chunk {number}" if len(chunks) > 1 else label, module._buffers, name
+
+
 def _innermost(chunk: nn.Module) -> nn.Module:
     """The model in Megatron's wrappers, whose names are those in a checkpoint."""
     while [*chunk._modules] == ["module"] and isinstance(inner := chunk._modules["module"], nn.Module):
@@ -265,6 +289,7 @@ def _digest_of(live: Tensor) -> bytes | None:
         return None
 
 
-def _some(labels: Sequence[str]) -> str:
+def some(labels: Sequence[str]) -> str:
+    """A few of these names, without Megatron's wrappers."""
     named = [label.removeprefix("module.").removeprefix("module.") for label in labels]
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")

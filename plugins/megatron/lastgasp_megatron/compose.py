@@ -31,7 +31,6 @@ class Composer:
     def __init__(self, built: Built, shard: Shard) -> None:
         self._args, self._model, self.optimizer, _ = built
         self.shard = shard
-        self._begun = int(getattr(built.args, "iteration", 0) or 0)
 
     def compose(self, boundary: Boundary, weights: Mapping[int, Weight]) -> dict[str, Any]:
         """The complete content but random states, with `weights` in place of parameters whose live values may be of
@@ -54,7 +53,7 @@ class Composer:
             state["optimizer"] = self._optimizer_state(boundary)
         if boundary.scheduler is not None:
             state["opt_param_scheduler"] = boundary.scheduler
-        state["num_floating_point_operations_so_far"] = self._operations(boundary.step)
+        state["num_floating_point_operations_so_far"] = self._operations(boundary.trained)
         self._add_modelopt_state(state)
         return state
 
@@ -93,14 +92,14 @@ class Composer:
                 state["grad_scaler"] = scaler
         return found
 
-    def _operations(self, step: int) -> float:
-        """What Megatron counts for its log; it keeps the number in a local variable."""
+    def _operations(self, samples: int) -> float:
+        """What Megatron counts for its log, of what this start has trained with; it keeps it in a local variable."""
         before = float(getattr(self._args, "num_floating_point_operations_so_far", 0) or 0)
         try:
             from megatron.training.training import num_floating_point_operations
 
             count: Callable[..., Any] = num_floating_point_operations
-            return before + (step - self._begun) * float(count(self._args, self._args.global_batch_size))
+            return before + float(count(self._args, samples))
         except Exception:  # a number for the log is not worth a step
             log.exception("the number of floating point operations is not known")
             return before

@@ -60,6 +60,7 @@ class Training:
             Hook(_TRAINING, "finalize_model_grads", self._around_reduction, required=False),
             Hook(_TRAINING, "training_log", self._around_log, required=False),
             Hook(_TRAINING, "evaluate", self._around_evaluate, required=False),
+            Hook(_TRAINING, "build_pretraining_data_loader", self._around_loader, required=False),
         ]
 
     # -- from start to end ------------------------------------------------------------------------
@@ -143,6 +144,12 @@ class Training:
         run.session.progress("data")  # a last save and the evaluation may follow
         return result
 
+    def _around_loader(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
+        run = self._run
+        if run is not None and len(args) == 2 and not kwargs:
+            args = (args[0], run.loads_from(*args))
+        return call(*args, **kwargs)
+
     # -- every step -------------------------------------------------------------------------------
 
     def _around_step(self, call: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -201,7 +208,11 @@ class Training:
         try:
             own = argument(call, "load_arg", args, kwargs, "load") == "load"
             load = run.selector.load if own else run.selector.load_other
-            return load(lambda: around_load(call, args, kwargs))
+            restore = run.buffers_of(args[0] if args else kwargs.get("ddp_model")) if own else None
+            result = load(lambda: around_load(call, args, kwargs))
+            if restore is not None:
+                restore()
+            return result
         finally:
             undo()
 

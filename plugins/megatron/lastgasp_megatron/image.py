@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Image:
         aux: the rank's auxiliary state.
         looked: the optimizer's tensors were found to be what they are taken for.
         training: of which training of the script (`trainings.name_of`).
+        own: buffers of the model that are this rank's own (`own_buffers`).
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Image:
     aux: bytes
     looked: bool
     training: str = ""
+    own: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def encoded(image: Image, host: Callable[[int, Tensor], Tensor]) -> list[Piece]:

@@ -15,6 +15,7 @@ from lastgasp.adapter import CheckpointError, GaspConfig, LastgaspError, Place, 
 from lastgasp.adapter.arenas import left_by_all
 from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp_megatron.image import Image, decoded, problem
+from lastgasp_megatron.own_buffers import with_own
 from lastgasp_megatron.shards import Exchange
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
 from lastgasp_megatron.trainings import name_of, writer_of
@@ -85,7 +86,7 @@ class _Writing:
         image = self._image
         assert image is not None
         self._step = step
-        random = self._session.gather("arenas/random", image.aux)
+        random = self._session.gather("arenas/random", with_own(image))
         if not self._agreed("slices", lambda: self._put(image)):
             return False
         return self._agreed("files", lambda: self._file(image, dict(enumerate(random))))

@@ -13,6 +13,7 @@ import torch
 from lastgasp.adapter import Preload
 from lastgasp.adapter.checkpoint import Candidate, FileEntry
 from lastgasp.adapter.torch import load_entry
+from lastgasp_megatron.own_buffers import KEY
 from lastgasp_megatron.steps import wrap
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
@@ -25,7 +26,12 @@ class MegatronPreload(Preload):
         own: this rank's file of an iteration, relative to the directory of checkpoints; called when it is needed.
         optimizer: Megatron's own loading reads distrib_optim.pt, on the rank with the first part of each.
         first: this rank has the first part.
+
+    Attributes:
+        own: what the file of the model that was loaded last holds of the buffers of each rank (`own_buffers`).
     """
+
+    own: dict[str, Any] | None = None
 
     def __init__(self, own: Callable[[int], str], *, optimizer: bool, first: bool) -> None:
         super().__init__()
@@ -51,12 +57,15 @@ class MegatronPreload(Preload):
     @contextmanager
     def handed_out(self) -> Iterator[None]:
         """Within it, `torch.load` of a file loaded before returns its content, once and to this thread only."""
-        thread = threading.get_ident()
+        thread, self.own = threading.get_ident(), None
 
         def around(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             mine = threading.get_ident() == thread and len(args) == 1 and isinstance(args[0], str | Path)
             found = self.take(Path(args[0])) if mine and _plain(kwargs) else None
-            return original(*args, **kwargs) if found is None else found
+            found = original(*args, **kwargs) if found is None else found
+            if mine and isinstance(found, dict) and KEY in found:
+                self.own = found.pop(KEY)
+            return found
 
         undo = wrap(torch, "load", around)
         try:

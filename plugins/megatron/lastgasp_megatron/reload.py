@@ -24,6 +24,7 @@ from lastgasp.adapter.checkpoint import (
     trained_again,
 )
 from lastgasp_megatron.exits import is_about_content
+from lastgasp_megatron.own_buffers import OwnBuffers
 from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.probe import drop_unfinished, misfit, probe
 from lastgasp_megatron.tracker import (
@@ -117,6 +118,11 @@ class MegatronSelector(SelectionPolicy):
             _repair(loaded.path.parent, self.resumed)
         self._set_misfits_aside()
         return results[-1]
+
+    def restore(self, own: OwnBuffers) -> None:
+        """Behind `load`: the buffers that are this rank's own, where a training goes on."""
+        if self._chosen is not None and self._preload is not None and not getattr(self._args, "finetune", False):
+            own.restore(self._preload.own, self.goes_on, self.note)
 
     def load_other(self, call: Callable[[], Any]) -> Any:
         """Have Megatron load something else meanwhile, a teacher for instance, with the options that the user gave."""

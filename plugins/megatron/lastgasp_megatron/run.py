@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lastgasp_megatron.fewer import fewer_of, note_of
 from lastgasp_megatron.keeping import needs_arenas
 from lastgasp_megatron.left import save_left
 from lastgasp_megatron.marks import MegatronMarks
+from lastgasp_megatron.own_buffers import OwnBuffers
 from lastgasp_megatron.preload import MegatronPreload
 from lastgasp_megatron.ranks import device, untried, versions
 from lastgasp_megatron.reload import MegatronSelector
@@ -104,6 +105,11 @@ class Run:
             save_left(session, place, self._options.gasp, self._number)
         self.selector.steer()
 
+    def buffers_of(self, model: Any) -> Callable[[], None]:
+        """Before that model is loaded; call what is returned behind it, for the buffers that are this rank's own."""
+        own = OwnBuffers(model, self._place.rank, shard_of(self.args).sharers)
+        return lambda: self.selector.restore(own)
+
     def bind(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """The model is built and loaded."""
         life, chunks = self.life, list(model) if isinstance(model, list | tuple) else [model]
@@ -147,12 +153,18 @@ class Run:
                 self.session.note(note)
         if self.marks is not None:
             self.marks.place()
-        if unknown := not_known(self.args):
-            self.session.note(unknown)
+        for text in filter(None, (not_known(self.args), self._acceptance(step))):
+            self.session.note(text)
         durable = step if step == self.selector.resumed else 0
         self.life.begin(step, durable, users_handler=users_handler(self.args))
         self.saver.training = True
         self.saver.loaded = checkpoint_path(Path(self.args.load).absolute(), step) if durable else None
+
+    def _acceptance(self, step: int) -> str:
+        """What Megatron counts in this process alone for TensorBoard; empty where that is nothing, or no fault was."""
+        if not self.selector.goes_on or not getattr(self.args, "mtp_num_layers", None):
+            return ""
+        return f"--mtp-num-layers: cumulative acceptance rates are of the iterations behind {step} alone"
 
     def end_if_over(self) -> None:
         """A fault came behind the last iteration of this start, where Megatron's loop asks only once whether to end.
@@ -166,6 +178,19 @@ class Run:
             if self._place.rank == 0:
                 log.info("iteration %d was the last one of this start (%s): it is saved, the job ends", step, option)
             raise SystemExit(0)
+
+    def loads_from(self, dataset: Any, consumed: int) -> int:
+        """The sample that a loader begins with: the first, where all were trained with before a fault.
+
+        Megatron's loop then ends at once, and its last evaluation is made again; its sampler refuses to begin behind
+        the last sample.
+        """
+        args, selector = self.args, self.selector
+        over = selector.goes_on and selector.resumed >= int(getattr(args, "train_iters", None) or 0) > 0
+        if not over or dataset is None or consumed != args.consumed_train_samples or consumed < len(dataset):
+            return consumed
+        log.info("iteration %d was the last one, and it is saved: nothing is trained again", selector.resumed)
+        return 0
 
     def park_if_held(self) -> None:
         """Wait while a recovery is in progress: nothing may write where the gasp is about to be published.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,16 +11,21 @@ from lastgasp.adapter import GaspConfig, ManifestWriter, NotSaveable, SaveResult
 from lastgasp.adapter.arenas import Arena, Wanted
 from lastgasp.adapter.checkpoint import SavedPart, Staged, part_of, prune
 from lastgasp.adapter.testing import faults
+from lastgasp.adapter.torch import OnDemand
 from lastgasp_megatron.aux_state import RandomState
 from lastgasp_megatron.compose import Composer, file_in_checkpoint, is_distributed
 from lastgasp_megatron.devices import Device, HostCopies
 from lastgasp_megatron.image import Image, Piece, decoded, encoded, problem
 from lastgasp_megatron.merge import Weight, layout_of, weights_of_masters, weights_of_merged
+from lastgasp_megatron.own_buffers import encoded as encoded_buffers
+from lastgasp_megatron.own_buffers import limit, taken, with_own
 from lastgasp_megatron.shards import Exchange, Slice, held_of
 from lastgasp_megatron.sound import unsound
 from lastgasp_megatron.steps import Boundary, Steps, parts_of
 from lastgasp_megatron.tracker import LAYOUT, checkpoint_path, write_tracker
 from lastgasp_megatron.writing import passed_on, slices_of, write_file
+
+log = logging.getLogger("lastgasp")
 
 
 class MegatronSource:
@@ -56,7 +62,8 @@ class MegatronSource:
         self._steps, self._random, self._composer, self._device = steps, random, composer, device
         self._optimizer, self._shard = composer.optimizer, composer.shard
         self._writer, self._config, self._alike = writer, config, alike
-        self._host = HostCopies()
+        self._host, self._most = HostCopies(), limit(writer.place.world_size)
+        self._values = OnDemand(self._own_buffers, apart=device.device.type != "cpu")
         self.rank = writer.place.rank
         self._orders = itertools.count(1)
         self._order = 0
@@ -75,6 +82,19 @@ class MegatronSource:
     def capture(self, step: int) -> bytes:
         """This rank's random state of `step`; empty when it is no longer known."""
         return self._random.read(step)
+
+    def values(self, step: int) -> bytes | None:
+        """The module buffers of `step` that are this rank's own; None while they are being made."""
+        return self._values.poll(step)
+
+    def _own_buffers(self, step: int) -> bytes:
+        try:
+            boundary = self._steps.boundary
+            if boundary.step == step and not self._steps.inside:
+                return encoded_buffers(taken(boundary.kept, self._most, check=True))
+        except Exception as error:  # the step matters more; who goes on from it says what is missing
+            log.warning("the module buffers of rank %d could not be copied: %s", self.rank, cause_of(error))
+        return b""
 
     # -- what this rank holds ---------------------------------------------------------------------
 
@@ -103,6 +123,7 @@ class MegatronSource:
             aux=self._random.read(step),
             looked=self.looked or not self._steps.updated,
             training=self._training,
+            own=taken(boundary.kept, self._most),
         )
 
     def payload(self, boundary: Boundary) -> list[Piece]:
@@ -133,7 +154,7 @@ class MegatronSource:
         for image in images:
             if why := problem(image):
                 raise NotSaveable(f"the arena of rank {image.rank}: {why}")
-        known = {image.rank: image.aux for image in images} | {rank: data for rank, data in aux.items() if data}
+        known = {image.rank: with_own(image) for image in images} | {rank: data for rank, data in aux.items() if data}
         if not wanted.own:
             return self._write(step, None, images, known, order)
         with self._own(step) as own:

@@ -28,6 +28,7 @@ class Boundary:
         scheduler: state of the parameter scheduler, None without one.
         scalers: state of each optimizer's loss scaler, None without one.
         adam: updates that each inner optimizer has counted; None when unknown.
+        trained: samples of the iterations of this start that were not skipped.
         validated: validation samples, with those of the evaluation that follows the step.
         kept: what of the model no update makes, copied: such as the bias of a router, which is changed before it.
     """
@@ -39,6 +40,7 @@ class Boundary:
     scalers: tuple[dict[str, Any] | None, ...]
     adam: tuple[int | None, ...]
     validated: int = 0
+    trained: int = 0
     kept: Kept = field(default=Kept(), compare=False)
 
 
@@ -131,7 +133,7 @@ class Steps:
 
     def _settle(self, step: int) -> None:
         self._capture(step, True)
-        self.boundary = self._now(step, self.boundary.kept)
+        self.boundary = self._now(step, self.boundary.kept, self.boundary.trained)
         self.step = step
 
     def _outer_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -172,7 +174,7 @@ class Steps:
 
     # -- what belongs to it -----------------------------------------------------------------------
 
-    def _now(self, step: int, kept: Kept) -> Boundary:
+    def _now(self, step: int, kept: Kept, trained: int = 0) -> Boundary:
         """Between two iterations all counters agree."""
         args, scheduler = self._args, self._scheduler
         return Boundary(
@@ -183,6 +185,7 @@ class Steps:
             scalers=self._scalers(),
             adam=self.counted(),
             validated=self._validated(),
+            trained=trained,
             kept=kept,
         )
 
@@ -201,6 +204,7 @@ class Steps:
             scalers=self._scalers(),
             adam=self.counted(),
             validated=self._validated() + _evaluated_after(step, self._args),
+            trained=before.trained + samples,
             kept=self._beside.take(step),
         )
 

@@ -53,6 +53,7 @@ class Shard:
         tensor, pipeline: place in the model parallel grid.
         part, parts: which slice of the optimizer's state, of how many; 0 of 1 where each rank has all of it.
         data_ranks: global ranks of the data parallel group, in order: whose random state is saved.
+        sharers: global ranks with this part of the model, in order: they load the same file.
         expert, experts: which experts of how many groups of them: place in the expert parallel group, and its size.
         expert_part, expert_parts: which slice of the state of these experts' optimizer.
         has_experts: whether this pipeline stage has any; known once the model is built.
@@ -63,6 +64,7 @@ class Shard:
     part: int
     parts: int
     data_ranks: tuple[int, ...]
+    sharers: tuple[int, ...] = ()
     expert: int = 0
     experts: int = 1
     expert_part: int = 0
@@ -109,12 +111,16 @@ def shard_of(args: Any) -> Shard:
         if experts > 1:
             group = _with_the_same_experts(parallel_state.get_expert_data_parallel_group)
             expert_part, expert_parts = distributed.get_rank(group), distributed.get_world_size(group)
+    same = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if experts > 1:
+        same = parallel_state.get_expert_data_parallel_group()
     return Shard(
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
         part=part,
         parts=parts,
         data_ranks=tuple(distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())),
+        sharers=tuple(distributed.get_process_group_ranks(same)),
         expert=parallel_state.get_expert_model_parallel_rank() if experts > 1 else 0,
         experts=experts,
         expert_part=expert_part,

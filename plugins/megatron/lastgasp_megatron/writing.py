@@ -10,6 +10,7 @@ from lastgasp.adapter.torch import save_verified
 from lastgasp_megatron.compose import with_random
 from lastgasp_megatron.image import Image
 from lastgasp_megatron.merge import Merged, merged, with_values
+from lastgasp_megatron.own_buffers import record_of
 from lastgasp_megatron.shards import Slice, copied
 
 
@@ -23,7 +24,8 @@ def write_file(
     """The file of a rank, and before it that of the optimizer of all ranks with the same part of the model.
 
     Args:
-        image: with its content; slices: those that are here, by name; aux: random states by rank.
+        image: with its content; slices: those that are here, by name.
+        aux: random states by rank, and buffers behind them (`own_buffers.with_own`).
         taken: returns a slice that another rank has passed on.
 
     Raises:
@@ -42,7 +44,7 @@ def write_file(
         content: Any = stored if len(stored) > 1 else stored[0]
         save_verified(content, staged, image.file.rpartition("/")[0] + "/distrib_optim.pt")
     content = with_random(with_values(image.content, states), image.rank, image.shard, aux)
-    save_verified(content, staged, image.file)
+    save_verified(content | record_of(image, aux), staged, image.file)
 
 
 def slices_of(image: Image) -> dict[str, Slice]:
