@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from itertools import chain, repeat
@@ -128,6 +129,23 @@ def test_a_schedule_free_optimizer_goes_on_with_the_weights_that_it_trains(tmp_p
     """Trainer saves the others, which it has just evaluated."""
     expected = _trained(_with(Averages, tmp_path / "plain"))
     _with(Averages, tmp_path / "d", LastGasp(), max_steps=4).train()
+    new_process()
+    assert _differences(_trained(_with(Averages, tmp_path / "d", LastGasp())), expected) == []
+
+
+class StopsInPrediction(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Raises in the first batch of the first evaluation."""
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Raise."""
+        raise InjectedFault("while the averaged weights are in the model")
+
+
+def test_a_schedule_free_optimizer_goes_on_behind_a_fault_in_its_first_evaluation(tmp_path: Path) -> None:
+    expected = _trained(_with(Averages, tmp_path / "plain"))
+    with pytest.raises(InjectedFault):
+        _with(Averages, tmp_path / "d", StopsInPrediction(), LastGasp()).train()
+    assert json.loads((tmp_path / "d/checkpoint-4.manifest.json").read_text())["kind"] == "gasp"
     new_process()
     assert _differences(_trained(_with(Averages, tmp_path / "d", LastGasp())), expected) == []
 

@@ -46,6 +46,11 @@ def dtypes_of(model: Any) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in model.named_parameters()}
 
 
+def _which(groups: Any) -> list[Record]:
+    """Which weights are in the model, by group of a schedule-free optimizer."""
+    return [{name: group[name] for name in (_WHICH,) if name in group} for group in groups]
+
+
 class _Own(msgspec.Struct):
     """What differs between ranks, besides random state and buffers."""
 
@@ -259,9 +264,14 @@ class Training(adapter.Training):
         aux, values = split(aux)
         if own := self.recorder.read(step):
             aux = {**aux, rank: own}
-        tensors = shared.buffers_of(step, aux, self.recorder, [rank]) | self._moving.held(step)
-        dump = self.state.dump(boundary["torch"], tensors, None)
-        for missing in filter(None, (self._moving.missing(step), self._of_others(aux), *self._missing(values))):
+        which = _which(self._optimizer.param_groups)
+        exchanged = which != _which(boundary["torch"].groups[0])  # by an evaluation: saved as it is
+        held, moved = ({}, "") if exchanged else (self._moving.held(step), self._moving.missing(step))
+        dump = self.state.dump(boundary["torch"], shared.buffers_of(step, aux, self.recorder, [rank]) | held, None)
+        if exchanged:
+            groups = [group | mode for group, mode in zip(dump["optimizer"]["param_groups"], which, strict=True)]
+            dump["optimizer"] = dump["optimizer"] | {"param_groups": groups}
+        for missing in filter(None, (moved, self._of_others(aux), *self._missing(values))):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
         more = {VALUES: values, MODULES: self._values.held.changed(), "not_saved": ""}
@@ -269,6 +279,8 @@ class Training(adapter.Training):
                          boundary["state"] | {"stateful_callbacks": callbacks})  # fmt: skip
         if self._require(step) is not boundary:
             raise NotSaveable(f"step {step} ended while it was being written")
+        if _which(self._optimizer.param_groups) != which:
+            raise NotSaveable("an optimizer has exchanged the weights while they were written (its train() or eval())")
 
     def _of_others(self, aux: Mapping[int, bytes]) -> str:
         rank, size = self._place.rank, self._place.world_size
