@@ -273,6 +273,39 @@ def test_a_smoke_test_is_neither_saved_nor_resumed(tmp_path: Path, caplog: pytes
         assert model.trained == {2: steps[:2], 7: steps[:7], None: steps[:3] if smoke else steps[7:]}[strike]
 
 
+class Manual(Small):
+    """One optimizer; raises behind its update of step 5, once."""
+
+    raises = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.raises and self.trainer.global_step == 5:
+            raise Boom
+        return loss
+
+
+def test_what_manual_optimization_loses_on_one_rank_is_said_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lastgasp")
+    assert not fit(Job(tmp_path).make(), Manual())
+    assert "an exception in training_step behind an optimizer.step() cannot be answered with a save" in caplog.text
+    [incident] = incidents(tmp_path / "ckpts")
+    assert (incident.ending, incident.steps_lost) == ("gave_up", 4)
+    caplog.clear()
+    assert fit(Job(tmp_path / "other").make(), Small())
+    assert "cannot be answered with a save" not in caplog.text
+
+
 class Batches(Small):
     """Makes its own loader, of the size that a finder has found."""
 

@@ -73,6 +73,57 @@ def test_what_waits_for_a_validation_is_saved_behind_it(tmp_path: Path) -> None:
     assert saves(tmp_path / "struck", saving, None, True, val_check_interval=5) == straight
 
 
+class CutShort(ModelCheckpoint):
+    """Raises before or behind its save of step 6, where it `strikes`."""
+
+    strikes = ""
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        for moment in ("before", "behind"):
+            if self.strikes == moment and trainer.global_step == 6:
+                raise Boom
+            if moment == "before":
+                super()._save_checkpoint(trainer, filepath)
+
+
+class Raises(L.Callback):
+    """In the hook in which ModelCheckpoint saves, before it is its turn."""
+
+    strikes = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
+        if self.strikes and trainer.global_step == 6:
+            raise Boom
+
+
+@pytest.mark.parametrize("moment", ["before", "behind", "callback"])
+def test_a_save_that_the_fault_cut_short_is_made_up(tmp_path: Path, moment: str) -> None:
+    """The job resumes behind the step whose save was due: nobody else would make it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("straight", moment):
+        job = Job(tmp_path / name, {"enable_checkpointing": True})
+        for attempt in range(2):
+            seed(1)
+            job.restart()
+            keeps, raises = CutShort(job.folder / "kept", "{step}", every_n_train_steps=3, save_top_k=-1), Raises()
+            keeps.strikes = name if not attempt else ""
+            raises.strikes = name == "callback" and not attempt
+            other = ModelCheckpoint(job.folder / "kept", "other-{step}", every_n_train_steps=4, save_top_k=-1)
+            ended = fit(job.make(other, keeps, raises), Small())
+            gasp = (job.folder / "ckpts/gasp-step=00000006.ckpt").exists()
+            assert gasp == (name in ("before", "callback")) and ended == (bool(attempt) or name == "straight")
+            if ended:
+                break
+        files = {path.name: torch.load(path, weights_only=False) for path in (job.folder / "kept").glob("*.ckpt")}
+        found[name] = {
+            file: (one["global_step"], one["epoch"], one["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"],
+                   {key: value.tolist() for key, value in one["state_dict"].items()})
+            for file, one in files.items()
+        }  # fmt: skip
+    assert sorted(found["straight"]) == sorted(found[moment])
+    assert found["straight"] == found[moment]
+
+
 class Averaged(Small):
     """Validates with the averages of its weights."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lastgasp._fs import DISK, Disk, is_temp
-from lastgasp.checkpoint import Manifest, Staged, candidates, verify
+from lastgasp.checkpoint import Manifest, Provenance, SingleFile, Staged, candidates, verify
 from lastgasp.checkpoint.layout import next_path
 from lastgasp.checkpoint.moving import put_back
 from lastgasp.errors import CheckpointError, ConfigError
@@ -271,6 +271,18 @@ def test_publish_once_and_only_what_was_written(tmp_path: Path) -> None:
 def test_paths_outside_of_the_target_are_refused(tmp_path: Path, relative: str) -> None:
     with pytest.raises(ConfigError, match="relative"):
         Staged(tmp_path / "step-1.ckpt", FILES).open(relative)
+
+
+def test_what_another_job_has_saved_is_replaced_with_a_warning_where_that_had_come_further(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training that goes on in a new job replaces its `last.ckpt` at each save, which is no news."""
+    for job, step, warns in (("a", 5, False), ("b", 6, False), ("c", 2, True)):
+        caplog.clear()
+        with Staged(tmp_path / "last.ckpt", SingleFile()) as staged:
+            staged.open().write(b"x" * 10)
+            staged.publish(Provenance(format="test", step=step, kind="periodic", job=job))
+        assert ("(step 6 of job b) is replaced by this job's step 2" in caplog.text) == warns == bool(caplog.text)
 
 
 def test_a_file_without_manifest_may_be_overwritten(tmp_path: Path) -> None:

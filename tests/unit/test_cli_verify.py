@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from lastgasp.checkpoint import DirectoryLayout, Provenance, SingleFile, Staged, candidates, quarantine
 from lastgasp.checkpoint.moving import set_aside
 from lastgasp.cli import main
+from lastgasp.events import Incident, encode_incident
 from lastgasp.testing.corrupt import flip_bit
 
 
@@ -45,6 +46,18 @@ def test_all_good_is_zero_and_newest_first(tmp_path: Path) -> None:
         (10, "good", []),
     ]
     assert run(tmp_path)[0] == 0
+
+
+def test_a_job_that_has_saved_nothing_yet_is_told_where_its_step_is(tmp_path: Path) -> None:
+    """After a fault that was answered in place there may be an incident, and no checkpoint."""
+    found = Incident(id="1", job="j", attempt=0, world_size=2, ending="in_place", step_saved=20, rung="replace")
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents/20261127-1.json").write_bytes(encode_incident(found))
+    code, text = run(tmp_path)
+    said = " ".join(text.split())
+    assert (code, "this job has saved none yet" in said, "step 20 is held in memory" in said) == (2, True, True), said
+    (tmp_path / "incidents/20261127-1.json").write_bytes(b"{")
+    assert "nothing that can be read" in " ".join(run(tmp_path)[1].split())
 
 
 def test_a_flipped_bit_is_named_with_file_and_range(tmp_path: Path) -> None:

@@ -107,6 +107,12 @@ def test_a_saver_that_takes_the_jobs_time() -> None:
         assert verdict.slow[0].lost_s == pytest.approx(0.33, rel=0.2)
 
 
+def test_saves_are_not_judged_over_fewer_steps_than_ranks_are() -> None:
+    for verdict in verdicts(steps=8, save_every=2, slow={0: {"save": 0.3}}):
+        assert (verdict.slow, verdict.judged) == ((), 0)
+        assert not any(note.startswith("saving takes") for note in verdict.notes)
+
+
 def test_a_saver_among_savers() -> None:
     for verdict in verdicts(saver=None, save_every=10, slow={2: {"save": 0.3}}):
         assert named(verdict) == [(2, "checkpoint")]

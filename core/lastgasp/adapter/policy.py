@@ -260,7 +260,8 @@ class SelectionPolicy:
         self.several = self.fit.number > 0 or len(own) < len(found)
         self.behind = is_behind(found, self.fit.number, self.config.directory)
         if found and not own and self.place.rank == 0 and not self._said:
-            log.warning("fit %d of this script starts from scratch: the %d checkpoints in %s are of other fits",
-                        self.fit.number, len(found), self._where)  # fmt: skip
+            count = "the only checkpoint in %s is" if len(found) == 1 else f"the {len(found)} checkpoints in %s are"
+            begins = "has no checkpoint of its own" if self.instead else "starts from scratch"
+            log.warning(f"fit %d of this script %s: {count} of other fits", self.fit.number, begins, self._where)
             self._said = True
         return own

@@ -269,7 +269,7 @@ class Staged:
         if self._scattered:
             self._scatter(manifest)
         else:
-            self._say_replaced(read(path), manifest.job)
+            self._say_replaced(read(path), manifest)
             replace_durably(self._temp, self.target, self._disk)
         self._mark(markers)
         replace_durably(next_path(path), path, self._disk)
@@ -291,10 +291,14 @@ class Staged:
             with contextlib.suppress(OSError):
                 self._disk.remove(left)
 
-    def _say_replaced(self, found: Manifest | ManifestProblem, job: str) -> None:
-        """Warn that this job replaces what another job has saved."""
-        if isinstance(found, Manifest) and found.job != job and self.target.is_file():
-            log.warning("%s (step %d of job %s) is replaced by this job's", self.target, found.step, found.job)
+    def _say_replaced(self, found: Manifest | ManifestProblem, ours: Manifest) -> None:
+        """Warn that this job replaces what another job has saved, if that one had come further: a training that goes on
+        in a new job replaces its `last.ckpt` by a newer one.
+        """
+        if isinstance(found, Manifest) and found.job != ours.job and self.target.is_file():
+            level = logging.WARNING if found.step > ours.step else logging.DEBUG
+            log.log(level, "%s (step %d of job %s) is replaced by this job's step %d", self.target, found.step,
+                    found.job, ours.step)  # fmt: skip
 
     def _mark(self, markers: Mapping[str, bytes]) -> None:
         for relative, content in markers.items():

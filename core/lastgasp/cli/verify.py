@@ -15,9 +15,12 @@ from lastgasp.checkpoint import Verdict, progress_bar
 from lastgasp.checkpoint import verify as verify_one
 from lastgasp.checkpoint.layout import is_moved_away
 from lastgasp.checkpoint.moving import aside_in
+from lastgasp.errors import ConfigError
+from lastgasp.narration import event
 
 from ._console import console, escape
 from ._layouts import find, nothing_in
+from .incident import last_incident
 
 State = Literal["good", "damaged", "no manifest", "unreadable"]
 _STYLE = {"good": "green", "damaged": "bold red", "no manifest": "yellow", "unreadable": "red"}
@@ -102,7 +105,7 @@ def examine(directory: Path) -> Report:
     quarantined = sorted(map(str, moved))
     aside = [str(path) for path in aside_in(directory)]
     if not found and not quarantined and not aside:
-        raise nothing_in(directory)
+        raise _none_yet(directory) if (directory / "incidents").is_dir() else nothing_in(directory)
     rows = []
     for _, layout, candidate in found:
         with progress_bar(f"verify {candidate.path.name}") as progress:
@@ -111,6 +114,16 @@ def examine(directory: Path) -> Report:
         if not gone:  # by the job's own rotation, since it was listed
             rows.append(_row(verdict, candidate.step))
     return Report(str(directory), rows, quarantined, aside)
+
+
+def _none_yet(directory: Path) -> ConfigError:
+    """The error for the directory of a job that has saved nothing: where its last fault has left the step."""
+    try:
+        said = event(last_incident(directory)[1])
+    except ConfigError:
+        said = "nothing that can be read"
+    return ConfigError("DIR", str(directory), "a directory with a checkpoint, and this job has saved none yet",
+                       f"Its last incident says: {said}.")  # fmt: skip
 
 
 def _row(verdict: Verdict, step: int | None) -> Row:

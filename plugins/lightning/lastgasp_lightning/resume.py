@@ -207,6 +207,8 @@ class Resume:
         self._state.resumed()
         if trainer._logger_connector._first_loop_iter is not None:
             trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
+        if record.get("gasp"):
+            _make_up_saves(trainer)
 
     def _asked_to_stop(self, trainer: Any, record: dict[str, Any]) -> bool:
         """Whether the training of the checkpoint was asked to stop, and is what goes on.
@@ -303,3 +305,32 @@ def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:
         if saved and Path(saved).is_relative_to(callback.dirpath or ""):  # else at its end it saves last.ckpt anew
             callback._last_checkpoint_saved = saved
         callback._defer_save_until_validation = key in record.get("deferred_saves", ()) and step != record["step"]
+
+
+def _make_up_saves(trainer: Any) -> None:
+    """Saves of `every_n_train_steps` that were due at this boundary, and that the fault prevented or cut short.
+
+    As rank 0 knows them: of ranks that were entered again, some may have returned from the save and others not.
+    """
+    step, found = trainer.global_step, [one for one in trainer.callbacks if _saves_at(one, trainer.global_step)]
+    if not found:
+        return
+    due = trainer.strategy.broadcast([one._last_global_step_saved != step for one in found])
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    for callback in (one for one, is_due in zip(found, due, strict=True) if is_due):
+        callback._last_global_step_saved = 0
+        for counts in (batches.total, batches.current):  # as in the hook: the batch is processed, and not completed
+            counts.completed -= 1
+        try:
+            callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, batches.current.ready - 1)
+        finally:
+            for counts in (batches.total, batches.current):
+                counts.completed += 1
+
+
+def _saves_at(callback: Any, step: int) -> bool:
+    """Whether it is a ModelCheckpoint that saves behind `step`, by Lightning's own hook."""
+    own = isinstance(callback, ModelCheckpoint)
+    own = own and type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end
+    every = callback._every_n_train_steps if own else 0
+    return bool(every > 0 and step > 0 and step % every == 0)

@@ -41,7 +41,7 @@ from lastgasp_lightning.again import (
     tell,
     tell_others,
 )
-from lastgasp_lightning.boundary import before_calls, before_updates
+from lastgasp_lightning.boundary import before_calls, before_updates, never_saved
 from lastgasp_lightning.boundary_form import which_weights
 from lastgasp_lightning.buffers import Exchange
 from lastgasp_lightning.carried import VALUES, CarriedValues, split
@@ -246,6 +246,9 @@ class LightningRun(Training):
         self.session.status.fewer = Fewer(self._again_here.elastic())
         self._again_here.agree_on_fewer()
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
+        if self.place.world_size == 1 and (code := never_saved(self.trainer.lightning_module)):
+            log.info("an exception in %s cannot be answered with a save: without another rank, all steps since the "
+                     "newest checkpoint are lost then", code)  # fmt: skip
         if reason := self.state.position.inexact:
             workers = "a resume restores the order of the samples, not random numbers drawn in DataLoader workers"
             log.info(workers if reason == WORKERS else f"a resume in the middle of an epoch gets other data: {reason}")

@@ -324,7 +324,7 @@ class LightningState:
 
     def at_boundary(self, checkpoint: dict[str, Any], snapshot: Snapshot, aux: Mapping[int, bytes]) -> dict[str, Any]:
         """Bring what `dump_live` returned to a boundary. Returns the record that goes with it."""
-        record = self._record(snapshot, dict(aux))
+        record = {**self._record(snapshot, dict(aux)), "gasp": True}
         self._patch(checkpoint, record, snapshot)
         return record
 

@@ -63,7 +63,9 @@ def judge(samples: Sequence[Sample], savings: Sequence[Saving]) -> Verdict:
             named, past = _slow(sample)
             slow += named
             notes += [*past, *_hints(sample)]
-    saving, saving_notes = judge_saving(savings, max((sample.usual for sample in samples), default=0.0))
+    measured = any(sample.count >= MIN_STEPS for sample in samples)
+    usual = max((sample.usual for sample in samples), default=0.0)
+    saving, saving_notes = judge_saving(savings if measured else (), usual)
     slow += [_hedged_saving(item, samples, savings) for item in saving]
     alone = len(samples) == 1 and not samples[0].left_out
     enough = [sample for sample in samples if sample.count >= MIN_STEPS and (len(sample.ranks) > 1 or alone)]

@@ -143,7 +143,9 @@ def _percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def _times(data: RankData, first: int) -> Times:
-    whole = sum(data.table.times("period")[first:]) or 1.0
+    table = data.table
+    behind = max((at * 1e-9 + seconds for _, at, seconds in table.saves), default=0.0) - table.ends[-1] * 1e-9
+    whole = (sum(table.times("period")[first:]) + max(0.0, behind)) or 1.0  # what is saved behind the newest step
     parts = {name: sum(data.table.times(name)[first:]) / whole for name in (*PHASES, "communication")}
     return Times(**parts, rest=max(0.0, 1.0 - sum(parts[name] for name in PHASES)))
 
