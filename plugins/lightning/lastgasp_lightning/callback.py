@@ -21,6 +21,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.again import Recovery
 from lastgasp.adapter.arenas import arena_of
+from lastgasp.adapter.worker import set_up_logs
 from lastgasp_lightning.again import IN_PLACE, recovery_for, tell, watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
 from lastgasp_lightning.enters import Enters
@@ -118,6 +119,7 @@ class LastGasp(Enters, Callback):
             return
         if is_smoke_test(trainer):
             if trainer.is_global_zero:
+                set_up_logs()
                 log.info("fast_dev_run: LastGasp does nothing in this fit, neither resumes it nor saves a step")
             return
         if sum(isinstance(callback, LastGasp) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
