@@ -63,7 +63,7 @@ def require_shared(directory: Path, place: Place, gather: Gather, host: str = ""
         local = _number(place.rank, [one.host for one in said])
         if local[1] == len(said) and len({one.uid for one in said}) == 1:
             return local
-        seen = said[0].host == host or _sees(directory, said[0].name)
+        seen = said[0].host == host or sees(directory, said[0].name)
         answers = gather("shared/seen", (b"1" if seen else b"0") + _denied(directory / said[0].name).encode())
     finally:
         if probe is not None:
@@ -117,8 +117,8 @@ def _denied(probe: Path) -> str:
         return ""
 
 
-def _sees(directory: Path, name: str) -> bool:
-    """List the directory, which makes a network file system refresh its cache."""
+def sees(directory: Path, name: str) -> bool:
+    """Whether a file is there within `SEEN_WITHIN`. Lists the directory: a network file system refreshes its cache."""
     deadline = _clock.monotonic() + SEEN_WITHIN
     while True:
         with contextlib.suppress(OSError):

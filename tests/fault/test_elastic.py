@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgasp import exitcodes
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults
@@ -45,7 +46,8 @@ def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
     (directory / f"go-{step}").touch()
 
 
-GROWN = "ranks that were missing are taken in"
+STOPS = "is to stop at the end of its step: missing ranks can be taken in"
+"""What a rank says that waits at a gate meanwhile: it has to go on to that end by itself."""
 
 
 def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, undisturbed: Path) -> None:
@@ -59,7 +61,7 @@ def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path
             go(directory, step, started, incarnation)
         until(lambda: entered(directory, 1)[-1:] == [(6, 2)], "two ranks are left")
         (directory / "grow").touch()
-        until(lambda: GROWN in started.output, "the others are taken in")
+        until(lambda: started.output.count(STOPS) >= 2, "the others can be taken in")
         for step in GATES[2:]:
             (directory / f"go-{step}").touch()
         assert started.code() == 0, started.output[-8000:]
@@ -79,6 +81,28 @@ def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path
 
 
 @pytest.mark.full
+def test_ranks_that_are_busy_when_all_should_stop_are_asked_again_later(tmp_path: Path, undisturbed: Path) -> None:
+    """In a callback, a validation, a long wait for data. Their processes were ended for that, and the job restarted."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug"}
+    variables |= {"LASTGASP_FAULT": "kind=sigkill,rank=3,step=3,phase=backward"}
+    with running(tmp_path, job(directory), **variables) as [one]:
+        go(directory, GATES[0], one, 0)
+        until(lambda: GATES[1] in steps(directory) and entered(directory, 0)[-1:] == [(3, 3)], "three are at a gate")
+        (directory / "grow").touch()
+        until(lambda: one.output.count(STOPS) >= 6, "all are asked for the second time", 200)
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert one.code() == 0, one.output[-8000:]
+    told = [(found.rung, found.ending, found.step_saved, found.steps_lost) for found in incidents(directory)]
+    assert told == [("shrink", "in_place", 3, 0), ("grow", "in_place", GATES[1], 0)], one.output[-8000:]
+    assert [len({*pids(directory, rank)}) for rank in range(4)] == [1, 1, 1, 2]
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("second", ["handover,3,self", "handover,3,0", "state taken,3,1"])
 def test_a_rank_dies_while_another_one_is_taken_in(second: str, tmp_path: Path, undisturbed: Path) -> None:
     """The new one, who gives it the state, or somebody else: the step is saved, and all four start again with it."""
@@ -89,7 +113,7 @@ def test_a_rank_dies_while_another_one_is_taken_in(second: str, tmp_path: Path, 
     variables |= {"LASTGASP_FAULT": "kind=sigkill,rank=3,step=3,phase=backward", again_faults.VARIABLE: second}
     with running(tmp_path, job(directory), **variables) as [one]:
         go(directory, GATES[0], one, 0)
-        until(lambda: GROWN in one.output, "another one is taken in")
+        until(lambda: one.output.count(STOPS) >= 3, "another one can be taken in")
         for step in GATES[1:]:
             (directory / f"go-{step}").touch()
         assert one.code() == 0, one.output[-8000:]
@@ -236,8 +260,8 @@ def test_a_host_is_lost_and_the_other_goes_on_without_it(back: str, tmp_path: Pa
         (directory / "grow").write_text(back)
         hosts["hb"].power_on()
         job.start("hb")
-        if back != "die":  # those that are there wait at a gate, and see the order behind it
-            until(lambda: GROWN in job.launchers["ha"].output, "the host is taken in", START)
+        if back != "die":
+            until(lambda: job.launchers["ha"].output.count(STOPS) >= 2, "the host can be taken in", START)
             (directory / f"go-{GATES[3]}").touch()
         until(lambda: entered(directory, 3)[-1:] == [(10, 4)], "the job has all of its ranks again", START)
         (directory / f"go-{GATES[3]}").touch()
@@ -253,6 +277,39 @@ def test_a_host_is_lost_and_the_other_goes_on_without_it(back: str, tmp_path: Pa
     assert (len({*pids(directory, 0)}), stays) == ((2, False) if back.startswith("die") else (1, True))
     if back == "die":
         assert "this host is not taken in without a restart: its process has ended (exited with code 5)" in job.output
+    check_samples(directory, undisturbed)
+    assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+@needs_hosts
+@pytest.mark.full
+def test_a_host_that_comes_back_without_the_shared_directory_stays_missing(tmp_path: Path, undisturbed: Path) -> None:
+    """It was taken in, and saved onto its own disk what the others could never resume from. They train on without."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
+    with network(tmp_path, "ha", "hb") as hosts:
+        job = HostsJob(hosts, script, "ha", 2, LASTGASP_LOG="debug", LASTGASP_MIN_RANKS="2")
+        job.start()
+        until(lambda: ready(job, 1), "both launchers are ready", START)
+        hosts["hb"].power_off()
+        (directory / f"go-{GATES[0]}").touch()
+        until(lambda: entered(directory, 1)[-1:] == [(3, 2)], "two ranks are left", START)
+        until(lambda: ready(job, 2), "they can be stopped", START)
+        hosts["hb"].power_on()
+        own = f"mount -t tmpfs none {directory} && touch {directory}/grow"
+        assert hosts["hb"].start(["sh", "-c", own]).code(30) == 0
+        job.start("hb")
+        assert job.codes(START, "hb") == {"hb": exitcodes.REFUSED}, job.output
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert job.codes(START, "ha") == {"ha": 0}, job.output
+    for launcher in job.launchers.values():
+        assert f"hb stays missing: {directory} is not the directory" in launcher.output, job.output
+    [first] = incidents(directory)
+    assert (first.rung, first.steps_lost) == ("shrink", 0)
+    assert [len({*pids(directory, rank)}) for rank in range(2)] == [1, 1]
+    assert not [one for one in directory.iterdir() if "shared" in one.name]
     check_samples(directory, undisturbed)
     assert differences(undisturbed / "final.pt", directory / "final.pt") == []
 

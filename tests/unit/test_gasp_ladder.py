@@ -824,9 +824,10 @@ def test_where_it_is_not_to_be_all_train_on(trouble: str) -> None:
     job.answer(0, usable=trouble != "no step")
     job.answer(1, usable=trouble != "no step")
     if trouble == "late":
-        actions = job.machine.tick(20.0, 1, frozenset())
-        assert (stopped(job, 21.0), job.machine.not_grown) == ({}, "")
-        assert job.machine._waiting(81.0) == GROW.grow, "once more, after a while"
+        assert job.machine.tick(20.0, 1, frozenset()) == [], "it has half a minute to come to the end of its step"
+        actions = job.machine.tick(37.0, 1, frozenset())
+        assert (stopped(job, 38.0), job.machine.not_grown) == ({}, "")
+        assert job.machine._waiting(98.0) == GROW.grow, "once more, after a while"
     elif trouble == "left":
         actions = job.machine.said(2, m.Goodbye(), 2.0)
     else:
@@ -837,6 +838,20 @@ def test_where_it_is_not_to_be_all_train_on(trouble: str) -> None:
     assert (len(actions), job.machine.state, job.machine.again) == (len(still), "running", None)
     assert job.answer(2) == [], "an answer that comes now is to nothing"
     assert {one.recovery for one in prepares(job.die(1)).values()} == {2}
+
+
+def test_where_steps_are_long_there_is_as_much_time_as_two_of_them_take() -> None:
+    job = Job(offer=GROW, elastic=ALL)
+    job.machine.save_timeout = 600
+    for number, now in enumerate((30.0, 60.0), 1):
+        job.machine.said(0, m.Status(step=STEP + number, durable=START, tick=9 + number, phase="forward"), now)
+    assert job.machine.progress.step_takes == 30.0
+    assert set(stopped(job, 61.0)) == ALL
+    assert job.machine.tick(125.0, 1, frozenset()) == []
+    assert job.machine.tick(126.5, 1, frozenset()) != []
+    job.machine.save_timeout = 1.0
+    assert set(stopped(job, 187.0)) == ALL
+    assert {one.target for one in prepares(job.machine.tick(194.5, 1, frozenset())).values()} == {m.CALLED_OFF}
 
 
 def test_a_fault_while_all_are_stopped_is_answered_as_ever() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lastgasp import __version__
+from lastgasp import __version__, _clock
 from lastgasp.config import GaspConfig
 from lastgasp.errors import (
     AuthenticationError,
@@ -331,6 +331,37 @@ def test_where_no_rank_has_stopped_a_step_that_was_begun_is_reported_before_it_i
         until(lambda: rank.status.since > 0)
         rank.status.step_completed(4)
         assert rank.controller.hear(m.Prepared).step == 4
+
+
+def test_who_is_stopped_without_a_fault_answers_once_it_is_at_the_end_of_its_step() -> None:
+    """A busy thread would not follow the order to enter the training again, and its process was ended for that."""
+    with connected(finish=0.05) as rank, training(rank.status) as thread:
+        rank.status.begun = 3
+        rank.controller.say(m.Prepare(recovery=1, faults=(), target=-1))
+        assert rank.controller.hear(m.Entered).step == 3, "one that stands before that step completes it"
+        asked = rank.processor._answering._asked
+        assert asked is not None and not rank.processor._answering.waits
+        until(lambda: _clock.monotonic() > asked.reach_by and _clock.monotonic() > asked.deadline, "it is late")
+        beats = rank.status.beat()
+        assert rank.status.beat() == beats and rank.processor._answering._asked is asked, "it is busy, and is not asked"
+        thread.start()
+        assert rank.controller.hear(m.Prepared).step == 3
+        assert rank.status.at_gate and rank.status.beat() > beats, "who waits for the others does not hang"
+
+
+def test_who_has_ended_its_training_waits_for_what_all_were_stopped_for() -> None:
+    with connected() as rank:
+        rank.controller.say(m.Prepare(recovery=1, faults=(), target=-1))
+        until(lambda: rank.status.held)
+        thread = threading.Thread(target=rank.processor.goodbye)
+        thread.start()
+        rank.controller.hear(m.Entered)
+        assert rank.controller.hear(m.Prepared).step == 3
+        rank.controller.say(m.Prepare(recovery=1, faults=(), target=m.CALLED_OFF))
+        rank.controller.hear(m.Goodbye)
+        rank.controller.say(m.Farewell())
+        thread.join(60)
+        assert not thread.is_alive() and not rank.status.waits
 
 
 def test_a_rank_that_was_told_to_stop_itself_continues_to_a_step_that_others_have_begun() -> None:

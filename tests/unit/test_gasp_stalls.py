@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lastgasp import _fs
-from lastgasp.events import decode_incident
+from lastgasp.events import Fault, decode_incident
 from lastgasp.gasp import controller as controller_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import process_monitor as process_monitor_module
@@ -30,6 +30,8 @@ from support.engine_job import held
 from support.fake_controller import FakeController, FakeSource
 from support.switch_job import hello, job_here
 from support.waiting import until
+
+KILLED = Fault(kind="killed", rank=1, cause="killed by SIGKILL", step=3, seen_ns=1)
 
 
 @contextmanager
@@ -172,7 +174,7 @@ def rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeContr
 def test_an_adapter_that_raises_costs_its_state_and_not_the_control_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with rank_that_fails(monkeypatch) as (controller, processor, status):
         processor.term.install()
-        controller.say(m.Prepare(recovery=1, faults=(), target=3))
+        controller.say(m.Prepare(recovery=1, faults=(KILLED,), target=3))
         answer = controller.hear(m.Prepared)
         assert not answer.usable
         assert answer.why == "its state could not be looked at: SystemExit: the adapter's graph is gone"
@@ -192,7 +194,7 @@ def test_orders_that_fail_do_not_end_the_control_thread(
     with rank_that_fails(monkeypatch) as (controller, processor, _):
         for plan in range(3):
             controller.say(m.Discard(recovery=1, plan=plan))
-        controller.say(m.Prepare(recovery=1, faults=(), target=3))
+        controller.say(m.Prepare(recovery=1, faults=(KILLED,), target=3))
         controller.hear(m.Prepared)
         assert processor._guard.count == 3
     said = [record.message for record in caplog.records if "the order Discard" in record.message]
@@ -204,7 +206,7 @@ def test_a_capture_that_cannot_be_sent_costs_the_state_and_not_the_answer(monkey
     with rank_that_fails(monkeypatch) as (controller, processor, status):
         status.look = lambda: None
         monkeypatch.setattr(processor._source, "capture", lambda step: object())
-        controller.say(m.Prepare(recovery=1, faults=(), target=3))
+        controller.say(m.Prepare(recovery=1, faults=(KILLED,), target=3))
         answer = controller.hear(m.Prepared)
         assert not answer.usable
         assert answer.why.startswith("its answer could not be sent: ")

@@ -12,7 +12,7 @@ from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.attempt import ENTER, IMPORTS, Attempt
-from lastgasp.gasp.incidents import Incidents
+from lastgasp.gasp.incidents import NOBODY, Incidents
 from lastgasp.gasp.ladder import Ladder
 from lastgasp.gasp.process_monitor import ProcessMonitor
 from lastgasp.gasp.records import RecordWriter
@@ -58,9 +58,12 @@ def test_one_from_which_no_rank_came_back_is_the_last(tmp_path: Path) -> None:
         found = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
         ladder(found).again = Again(incarnation=1, step=7, source=0, takers=(1,), lost=(1,), port=1)
         assert ladder(incidents.begin(hello(0, 2, attempt=0, incarnation=1, directory=str(tmp_path)))).unwise == ""
-        ladder(incidents.current).again = ladder(found).again  # type: ignore[arg-type]
+        failed = incidents.current
+        assert failed is not None
+        ladder(failed).again = ladder(found).again
         why = "no rank came back in an earlier recovery in place of this job"
         assert ladder(incidents.begin(hello(0, 2, attempt=1, directory=str(tmp_path)))).unwise == why
+        assert (found.notes, failed.notes) == ([], [NOBODY]), "its record said in_place, and nothing else"
 
 
 def test_a_new_process_that_would_start_for_too_long_is_known_until_the_restart(tmp_path: Path) -> None:

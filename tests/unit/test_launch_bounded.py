@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lastgasp import _clock
 from lastgasp.launch import guest
 from lastgasp.launch.bounded import Bounded, BoundedStore, NodesWaiting, Unanswered
 from lastgasp.launch.guest import Guest, Host, Invitation
+from support.waiting import until
 
 CODE = {"__main__": "1"}
 
@@ -96,23 +98,31 @@ def test_a_rendezvous_that_does_not_answer_has_nobody_waiting() -> None:
     nodes._bounded._under_way.join(30)
 
 
-def test_a_launcher_that_invites_is_not_held_up(store: Stalling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_invites_is_not_held_up(
+    store: Stalling, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(guest, "LOOK", 0.0)
     group: Any = SimpleNamespace(workers=[SimpleNamespace(world_size=2)], group_world_size=2, store=store,
                                  master_addr="a", master_port=7)  # fmt: skip
-    host = Host(group)
+    host = Host(group, lambda: str(tmp_path))
+    marker = host._marked() or host._marker
+    assert marker is not None
+    until(lambda: bool(marker.name), "the file is there")
     store.goes.clear()
     assert host.look([0], CODE) == []
     assert host.look([0], CODE) == [], "one call is enough"
     assert store.asked == 1
+    host.close()
 
 
-def test_a_guest_is_not_held_up(store: Stalling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_is_not_held_up(store: Stalling, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(guest, "LOOK", 0.0)
     handler = SimpleNamespace(
         num_nodes_waiting=lambda: 0, _state_holder=SimpleNamespace(state=SimpleNamespace(round=1))
     )
-    one = Guest(Invitation(1, 1, 2, 1, "a", 7, CODE), store, handler)
+    (tmp_path / "shared").touch()
+    one = Guest(Invitation(1, 1, 2, 1, "a", 7, CODE, str(tmp_path), "shared"), store, handler)
+    until(lambda: one._look.sees, "it has looked")
     store.goes.clear()
     one.ready()
     assert (one.plan(), one.refused()) == (None, "")

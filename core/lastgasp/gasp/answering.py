@@ -1,7 +1,12 @@
-"""A rank's answer to a Prepare: which step it holds, once its training thread has left the update."""
+"""A rank's answer to a Prepare: which step it holds, once its training thread has left the update.
+
+Where nothing has failed, and ranks that were missing are to be taken in, the thread has to have come to the end of its
+step as well: one that is busy elsewhere would not follow the order to enter the training again, and the step can wait.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +21,8 @@ from . import messages as m
 from .rank_status import RankStatus
 from .uncoordinated import capture_or_nothing, values_of
 
+log = logging.getLogger("lastgasp")
+
 REACH = 1.0
 """Seconds for a rank to complete a step that another one has already completed."""
 PATIENCE = 0.8
@@ -24,12 +31,13 @@ PATIENCE = 0.8
 
 @dataclass
 class _Asked:
-    """A Prepare that waits for the training thread to leave its update."""
+    """A Prepare that waits for the training thread to leave its update, or while `growing` for the end of its step."""
 
     recovery: int
     deadline: float
     target: int
     reach_by: float
+    growing: bool
 
 
 class Answering:
@@ -54,7 +62,7 @@ class Answering:
     @property
     def waits(self) -> bool:
         """Whether an answer is due, so that the training thread has to be looked at often."""
-        return self._asked is not None
+        return self._asked is not None and not self._asked.growing
 
     def take(self, order: m.Prepare, hold_for: float) -> None:
         """Hold the training thread at the end of its step, for `hold_for` seconds at most, and answer when it is."""
@@ -64,15 +72,18 @@ class Answering:
             return
         status, all_run = self._status, all(fault.kind == "sigterm" for fault in order.faults)
         status.hold(hold_for, order.target, all_run)
-        self._target = order.target
-        if all_run and status.begun > max(order.target, status.step):
+        self._target, growing = order.target, not order.faults
+        # Whoever stands one step behind would wait there, and this rank in its next step for it.
+        if all_run and status.begun > (order.target if growing else max(order.target, status.step)):
             self._send(m.Entered(recovery=order.recovery, step=status.begun))
-        self.expect(order.recovery, order.target)
+        if growing:
+            log.debug("rank %d is to stop at the end of its step: missing ranks can be taken in", self._source.rank)
+        self.expect(order.recovery, order.target, growing)
 
-    def expect(self, recovery: int, target: int) -> None:
+    def expect(self, recovery: int, target: int, growing: bool = False) -> None:
         """Answer as soon as the rank is out of its update and has reached `target`, or cannot."""
         now, reach = _clock.monotonic(), self._finish * PATIENCE if self._status.all_run else REACH
-        self._asked = _Asked(recovery, now + self._finish, target, now + reach)
+        self._asked = _Asked(recovery, now + self._finish, target, now + reach, growing)
 
     def drop(self) -> None:
         """The recovery is over."""
@@ -85,7 +96,7 @@ class Answering:
             shares_host: the controller reads this rank's buffer itself.
         """
         asked, status = self._asked, self._status
-        if asked is None:
+        if asked is None or (asked.growing and not (status.waits or self.raised)):
             return
         trouble = status.look_again()
         late = _clock.monotonic() >= asked.deadline

@@ -78,6 +78,11 @@ def shrunk(lost: tuple[int, ...], why: str, left: int, total: int) -> str:
     return f"{named(lost)} could not get new processes ({why}): training goes on with {left} of {total} ranks"
 
 
+def fewest(replicas: Iterable[Collection[int]], takers: Collection[int]) -> int:
+    """How many ranks hold the shard that the fewest hold, where the `takers` hold none."""
+    return min(len({*shard} - {*takers}) for shard in replicas)
+
+
 def named(ranks: tuple[int, ...]) -> str:
     """These ranks, in words."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

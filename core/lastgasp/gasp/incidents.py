@@ -26,6 +26,7 @@ log = logging.getLogger("lastgasp.controller")
 
 EXPLAIN_FOR = 10.0
 """Seconds after a recovery during which the kernel is asked how the dead processes ended."""
+NOBODY = "this recovery in place failed: no rank came back from it, and the job restarted"
 
 
 class Incidents:
@@ -63,6 +64,9 @@ class Incidents:
             self.current.learns(self.previous)
         if self.previous is not None and self.previous.again is not None:
             self._in_memory = self.previous
+            if self.previous.hello.attempt != hello.attempt:
+                add_note(self.previous.notes, NOBODY)
+                self._again(self.previous)
         if self._in_arenas is not None:
             self._in_memory, self._in_arenas = self._in_arenas, None
         if self.previous is not None and self.previous.machine.outcome.ending == "gave_up" and self.previous.begun:

@@ -6,7 +6,7 @@ in memory, so another fault at any moment of the recovery is an ordinary fault t
 begin with files (`Begin.from_files`) are entered again once the step has been saved.
 
 Where ranks are missing and new processes wait to take their places (`Offer.grow`), all ranks are stopped at the end of
-a step without a fault. If then anything is in the way, they train on.
+a step without a fault. If then anything is in the way, or one does not come to the end of its step, they train on.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
 
 AGAIN = 60.0
 """Seconds until ranks are stopped once more to take in those that wait: one did not answer in time."""
+BUSY = 30.0
+"""Seconds, besides `finish_timeout`, in which all ranks must come to the end of their step, where steps are short."""
 OFFER = 2.0
 """Seconds that a launcher has to say what it can do; it looks at its ranks ten times a second."""
 
@@ -91,6 +93,7 @@ class Ladder(Machine):
     _growing: tuple[int, ...] = ()
     """While ranks are stopped without a fault: `Again.members` of what is to follow."""
     _grow_after: float = 0.0
+    _grow_by: float = 0.0
     _offer_by: float = math.inf
 
     @property
@@ -141,6 +144,7 @@ class Ladder(Machine):
         """As the machine's; and a rank that does not enter in time is a fault. Ranks that wait are taken in."""
         if self.state == "running" and (waiting := self._waiting(now)):
             self._growing = waiting
+            self._grow_by = now + self.finish_timeout + min(max(BUSY, 2 * self.progress.step_takes), self.save_timeout)
             return self._stop_all(now)
         actions = super().tick(now, at_ns, stopped)
         if self.state != "running" or now < self.enter_by or self._late:
@@ -190,7 +194,7 @@ class Ladder(Machine):
             return self._train_on()
         self._growing = ()
         phases: list[Action] = [RecordPhase(phase="detected"), RecordPhase(phase="agreed")]
-        alone = self._from_files or (self._by_handlers and self._fewest(chosen) < 2)
+        alone = self._from_files or (self._by_handlers and fewer_ranks.fewest(self.replicas, chosen.takers) < 2)
         if alone and isinstance(decision, SavePlan):
             self._once_saved = msgspec.structs.replace(chosen, saved=True)
             return phases + super()._carry_out(decision, now)
@@ -227,8 +231,9 @@ class Ladder(Machine):
         return super()._decide_if_ready(now)
 
     def _deadline_passed(self, now: float) -> list[Action]:
-        if self.state == "preparing" and self._may_come and now < self.enter_by:
-            self._deadline = self.enter_by
+        later = self.enter_by if self._may_come else self._grow_by if self._growing else now
+        if self.state == "preparing" and now < later:
+            self._deadline = later
             return []
         if self.state == "preparing" and self._growing:
             self._grow_after = now + AGAIN  # some rank is busy; that is no fault
@@ -339,11 +344,7 @@ class Ladder(Machine):
             return False
         if len(self.replicas) == 1 or self._from_files:
             return len(again.takers) >= self.world_size - 1
-        return bool(again.takers) and self._fewest(again) < 2
-
-    def _fewest(self, again: Again) -> int:
-        """How many ranks hold the shard that the fewest hold."""
-        return min(len(set(shard) - set(again.takers)) for shard in self.replicas)
+        return bool(again.takers) and fewer_ranks.fewest(self.replicas, again.takers) < 2
 
     @property
     def _by_handlers(self) -> bool:

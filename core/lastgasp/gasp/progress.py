@@ -43,9 +43,15 @@ class Progress:
 
     Args:
         limit: seconds without any progress; 0 learns it.
+
+    Attributes:
+        step_takes: seconds from the step before the newest one that is known to that; 0 as long as it is not known.
     """
 
     limit: float
+    step_takes: float = 0.0
+    _newest: tuple[int, float] | None = None
+    """The newest step that a heartbeat has told of, and when."""
     _tracks: dict[int, _Track] = field(default_factory=dict)
     _by_heard: OrderedDict[int, _Track] = field(default_factory=OrderedDict)
     """The same, ordered by the time of the last heartbeat, oldest first."""
@@ -75,6 +81,9 @@ class Progress:
             return
         self._started += (status.phase != "start") - (track.phase != "start")
         track.heard, track.phase, track.step = now, status.phase, status.step
+        before, self._newest = self._newest, max(self._newest or (-1, now), (status.step, now), key=lambda one: one[0])
+        if before is not None and self._newest[0] > before[0]:
+            self.step_takes = (now - before[1]) / (self._newest[0] - before[0])
         self._by_heard.move_to_end(rank)
         if status.tick != track.tick:
             # Gaps that accumulated while the watchdog was stopped say nothing about the job.

@@ -99,7 +99,7 @@ class RankStatus:
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
-        self._held = self.asked_to_stop = False
+        self._held = self._at_end = self.asked_to_stop = False
         self.fewer = Fewer()
         self._gate = threading.Condition()
         self._over = threading.Event()
@@ -107,8 +107,8 @@ class RankStatus:
         self._target = -1
 
     def beat(self) -> int:
-        """`ticks`, for a heartbeat: they go on while the training thread is paused."""
-        if self.paused > _clock.monotonic():
+        """`ticks`, for a heartbeat: they go on while the training thread is paused, or waits for a recovery."""
+        if self.paused > _clock.monotonic() or self.waits:
             self.ticks += 1
         return self.ticks
 
@@ -216,6 +216,11 @@ class RankStatus:
         return self._held and self.step >= self._target
 
     @property
+    def waits(self) -> bool:
+        """The training thread waits at the gate, or at the end of its training, for a recovery to be over."""
+        return self.at_gate or self._at_end
+
+    @property
     def held(self) -> bool:
         """Whether a recovery is in progress or over."""
         return self._held
@@ -239,7 +244,9 @@ class RankStatus:
     def wait_held(self, seconds: float) -> Release | None:
         """As `wait_over`, but only as long as the gate is closed."""
         with self._gate:
+            self._at_end = True
             self._gate.wait_for(lambda: self._over.is_set() or not self._held, seconds)
+            self._at_end = False
         return self.outcome
 
     def wait_over(self, seconds: float) -> Release | None:

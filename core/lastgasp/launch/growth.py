@@ -214,7 +214,11 @@ class Growth:
             worker.global_rank = MISSING
 
     def wait(self, guest: Guest) -> str:
-        """Why its ranks cannot be taken in; empty where they can, or are not ready yet. Says so when all are."""
+        """Why its ranks cannot be taken in; empty where they can, or are not ready yet. Says so when all are.
+
+        Raises:
+            SystemExit: this host does not see the job's directory.
+        """
         for newcomer in self._coming.values():
             if why := newcomer.trouble(guest.code):
                 return why
@@ -297,3 +301,5 @@ class Growth:
         while self._coming:
             self._coming.popitem()[1].end()
         self._hopeless.update(self._home)
+        if self.host is not None:
+            self.host.close()

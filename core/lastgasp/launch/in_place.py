@@ -67,7 +67,8 @@ class InPlace:
         self._growth = Growth(group, context, warm, code) if code is not None else None
         several = (group.group_world_size or 1) > 1
         if self._growth is not None and least and attempt.controller is not None and several:
-            self._growth.host = Host(group)
+            desk = attempt.desk
+            self._growth.host = Host(group, lambda: next((one.directory for one in desk.entries.values()), ""))
         self._attempt, self._group, self._context, self._warm = attempt, group, context, warm
         self._stores: dict[int, TCPStore] = {}
         self._offered: Offer | None = None
