@@ -289,7 +289,7 @@ def test_a_host_that_comes_back_without_the_shared_directory_stays_missing(tmp_p
     directory.mkdir()
     script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
     with network(tmp_path, "ha", "hb") as hosts:
-        job = HostsJob(hosts, script, "ha", 2, LASTGASP_LOG="debug", LASTGASP_MIN_RANKS="2")
+        job = HostsJob(hosts, script, "ha", 2, LASTGASP_WARM="auto", LASTGASP_LOG="debug", LASTGASP_MIN_RANKS="2")
         job.start()
         until(lambda: ready(job, 1), "both launchers are ready", START)
         hosts["hb"].power_off()
