@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from lightning.pytorch.cli import SaveConfigCallback
@@ -268,3 +269,19 @@ def test_a_step_that_ddp_never_came_to_does_not_stay_in_the_place_of_forward(tmp
     assert vars(module)["forward"] != Net.forward
     kept._renew_module()
     assert "forward" not in vars(module)
+
+
+def test_a_start_with_fewer_hosts_than_the_trainer_asks_for_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--nnodes MIN:MAX` restarts with those that are there."""
+    again.watch_fits("auto")
+    environment = TorchElasticEnvironment()
+    for name, value in {"WORLD_SIZE": "1", "LASTGASP_LAUNCHER": "run"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(again.INCARNATION, raising=False)
+    with pytest.raises(ValueError, match=r"does not match the world size .*--min-ranks and --nnodes 2, not MIN:MAX"):
+        environment.validate_settings(num_devices=1, num_nodes=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"does not match the world size \(4\)\.?$"):
+        environment.validate_settings(num_devices=1, num_nodes=2)
+    monkeypatch.setenv(again.INCARNATION, "1")
+    environment.validate_settings(num_devices=1, num_nodes=2)

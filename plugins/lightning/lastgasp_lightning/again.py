@@ -143,6 +143,10 @@ def _watch_groups() -> None:
     _count_ranks()
 
 
+TOO_FEW = (". A host may be missing: lastgasp goes on with fewer ranks, but a start or restart of a Trainer needs all. "
+           "Give lastgasp run --min-ranks and --nnodes {}, not MIN:MAX: then a restart waits for the host")  # fmt: skip
+
+
 def _count_ranks() -> None:
     """The ranks that there are may be fewer than those of all devices that the script has asked for."""
     complete: Any = DDPStrategy.distributed_sampler_kwargs
@@ -152,8 +156,13 @@ def _count_ranks() -> None:
     original = TorchElasticEnvironment.validate_settings
 
     def validate_settings(self: Any, num_devices: int, num_nodes: int) -> None:
-        if not os.environ.get(INCARNATION):
+        if os.environ.get(INCARNATION):
+            return
+        try:
             original(self, num_devices, num_nodes)
+        except ValueError as error:
+            fewer = self.world_size() < num_devices * num_nodes and launched()
+            raise ValueError(f"{error}{TOO_FEW.format(num_nodes) * fewer}") from None
 
     TorchElasticEnvironment.validate_settings = validate_settings  # type: ignore[method-assign]
 
