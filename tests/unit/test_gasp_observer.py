@@ -248,3 +248,31 @@ def test_after_the_end_a_rank_that_does_not_exit_is_killed() -> None:
         kills = observer.tick(now, 9, frozenset({2}))
     assert kills == [Kill(rank=2)]
     assert observer.tick(now, 9, frozenset({2})) == []
+
+
+def killed(rank: int) -> m.Report:
+    """Its process says that the leader has another one take its place."""
+    return m.Report(fault=Fault(kind="killed", rank=rank, cause="moved", step=4, seen_ns=1))
+
+
+def test_who_said_that_it_is_moved_and_goes_on_itself_was_not_moved() -> None:
+    """A new process of an earlier switch, which was called off, made rank 1 believe it; rank 2 is moved."""
+    observer = job(leader=IN_MINDX)
+    for rank in (1, 2):
+        observer.said(rank, killed(rank), 1.0)
+    observer.joined(2, 2.0)
+    again = m.Begin(step=4, durable=0, buffer_fd=-1)
+    assert observer.said(1, again, 3.0) == observer.said(2, again, 3.0) == []
+    assert not observer.gives_way(1) and observer.lost == {}
+    assert [fault.rank for fault in observer.faults] == [2]
+    assert observer.said(0, again, 3.0) == [WentOn(replaced=(2,))]
+    observer.renew()
+    assert RecordPhase(phase="detected") in observer.said(1, killed(1), 4.0)  # the next one is another
+
+
+def test_a_sigterm_behind_it_does_not_make_it_stay() -> None:
+    """ClusterD deletes its pod before the new process joins."""
+    observer = job(leader=IN_MINDX)
+    observer.said(1, killed(1), 1.0)
+    observer.said(1, m.Report(fault=Fault(kind="sigterm", rank=1, cause="x", step=4, seen_ns=2)), 2.0)
+    assert observer.gives_way(1)

@@ -63,6 +63,10 @@ def test_who_does_not_answer_is_not_waited_for(
     assert "the old process of rank 1 does not say that it gives way" in caplog.text
 
 
+def test_the_new_process_waits_for_as_long_as_the_old_one_may_take() -> None:
+    assert succession.ANSWER >= succession.SEEN + giving_way.CONFIRM
+
+
 def test_who_does_not_wait_any_more_is_no_successor(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has ended, or the switch was stopped."""
     monkeypatch.setattr(succession, "SEEN", 0.1)

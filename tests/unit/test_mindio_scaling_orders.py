@@ -91,6 +91,15 @@ class Training:
         return self.handlers
 
 
+def test_an_order_to_rebuild_says_that_this_process_keeps_its_rank(tmp_path: Path) -> None:
+    """MindIO has no orders for one that is replaced; here `recover` was not even granted."""
+    training, stays = Training(tmp_path), list[bool]()
+    training.parking.stays = lambda: stays.append(True)
+    with pytest.raises(NotSaveable):
+        training.handlers.rebuild_group([1], None, None)
+    assert stays == [True]
+
+
 def test_in_and_out_again(tmp_path: Path) -> None:
     """By MindIO's numbers this rank gives its state, and by those after it as well; before, it was number 1."""
     one = Training(tmp_path)

@@ -28,6 +28,12 @@ class KnownFaults(list[Fault]):
         self.append(fault)
         return True
 
+    def forget(self, fault: Fault) -> None:
+        """It has turned out to be none."""
+        self._known.discard((fault.rank, fault.kind))
+        self[:] = [one for one in self if (one.rank, one.kind) != (fault.rank, fault.kind)]
+        self.only_stops = all(one.kind == "sigterm" for one in self)
+
     def completed(self, rank: int, step: int) -> None:
         """The rank had completed a later step than its faults say."""
         self[:] = [later(fault, step) if fault.rank == rank else fault for fault in self]

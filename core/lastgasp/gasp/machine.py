@@ -198,9 +198,10 @@ class Machine:
 
     def _on_report(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Report)
-        if message.fault.kind != "peer":
+        stop = message.fault.kind == "sigterm"
+        if message.fault.kind != "peer" and not (stop and member.fault):  # a stop says nothing about the rank
             member.fault = message.fault
-            if message.fault.kind != "sigterm":
+            if not stop:
                 self.lost.setdefault(member.rank, f"has stopped: {message.fault.cause}")
         return self._fault(message.fault, now)
 

@@ -81,12 +81,16 @@ class Observer(Machine):
         assert isinstance(message, m.Begin)
         self.from_files = self.from_files or message.from_files
         super()._on_begin(member, message, now)
+        if member.fault is not None and self.gives_way(member.rank):  # it goes on itself: another rank was moved
+            self.faults.forget(member.fault)
+            self.lost.pop(member.rank, None)
+            member.fault = None
         if self.leading or self.state != "preparing":
             return []
         self._begun_again.add(member.rank)
         if len(self._begun_again & self._here) < self.world_size:
             return []
-        reached = max(fault.step for fault in self.faults)
+        reached = max((fault.step for fault in self.faults), default=message.step)
         self.outcome.ending, self.outcome.step = "in_place", message.step
         self.outcome.lost = max(0, reached - message.step)
         self.state = "running"

@@ -23,8 +23,9 @@ SEEN = 5.0
 """Seconds in which a process that waits says so once more; it does five times a second."""
 LOOK = 0.02
 """Seconds between two looks for what the other one says."""
-ANSWER = 5.0
-"""Seconds for the old process to say that it gives way, once all ranks have left their step."""
+ANSWER = 20.0
+"""Seconds for the old process to say that it gives way, once all ranks have left their step: it looks for the new one
+for `SEEN`, and the controller has as long to confirm as `giving_way.CONFIRM` says."""
 
 
 class Succession:

@@ -128,7 +128,7 @@ class MindioBackend:
         self._parking = Parking(
             api, self._place.rank, self._status, self.strategies.retry, self._limit, patience=patience
         )
-        self._parking.at_each_look = self._giving_way.look
+        self._parking.at_each_look, self._parking.stays = self._giving_way.look, self._giving_way.over
         self._handlers = Handlers(
             self._config, self._place, self._source, self._status, self._processor, self.strategies,
             over=self._published, leave=self._leave, parking=self._parking,

@@ -265,6 +265,7 @@ class Handlers:
 
     def rebuild_group(self, fault_ranks: Any, args: Any, ctx: Any) -> None:
         """Ranks were started anew."""
+        self.parking.stays()
         if not self.strategies.recover:
             raise NotSaveable(self.strategies.refused.get("recover", "no new process can take a lost rank's place"))
         lost = [int(rank) for rank in fault_ranks]

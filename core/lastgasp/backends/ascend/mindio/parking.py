@@ -43,6 +43,7 @@ class Parking:
         number: how often this rank has gone on, whichever process it had.
         told: MindIO knows of the fault for which this rank was parked last.
         at_each_look: called on the training thread while it is parked, each `TICK` seconds.
+        stays: called when an order says that this process keeps its rank: MindIO has none for one that is replaced.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Parking:
         self._repaired: Repaired | None = None
         self.told = False
         self.at_each_look: Callable[[], None] = lambda: None
+        self.stays: Callable[[], None] = lambda: None
 
     # -- MindIO's message thread ------------------------------------------------------------------
 
