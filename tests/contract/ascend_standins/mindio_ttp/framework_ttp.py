@@ -254,6 +254,7 @@ class _Processor:
             return f"cannot pause in state {self.state}"
         self.in_pause.clear()
         self.pause_raises, self.pause_at = message.get("hot", False), message["at"]
+        trace("pause_known", at=self.pause_at)
         if not self.in_pause.wait(seconds(ACTION_TIMEOUT)):
             return "the training thread has not come to the pause"
         _thread.start_new_thread(lambda: self.call("stream_sync", ctx=False), ())
