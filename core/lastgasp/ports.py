@@ -13,6 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 from lastgasp.arena import Arena
 
 
+class StepLeft(RuntimeError):
+    """`RecoveryBackend.step_completed`: the step is complete, and all ranks are to leave the training behind it."""
+
+
 @runtime_checkable
 class Layout(Protocol):
     """Where the files of one framework's checkpoints lie.
@@ -345,7 +349,10 @@ class RecoveryBackend(Protocol):
         """
 
     def step_completed(self, step: int) -> None:
-        """`step` is complete and captured. A step may have had no update at all."""
+        """`step` is complete and captured. A step may have had no update at all.
+
+        Raises StepLeft, or what `before_update` may raise.
+        """
 
     def fault(self, kind: str, cause: str) -> None:
         """Training ended with an exception on this rank (`events.FaultKind`, one line for people).

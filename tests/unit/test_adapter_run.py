@@ -14,11 +14,13 @@ from lastgasp import session as session_module
 from lastgasp.adapter.run import AdapterRun, Framework
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError
+from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.messages import Release
 from lastgasp.gasp.rank_status import Released
 from lastgasp.gasp.serve import ControllerThread, new_token
 from lastgasp.launch.framework_verdict import Verdict
+from lastgasp.ports import StepLeft
 from lastgasp.replicas import Digests
 from lastgasp.session import Contact
 from lastgasp.steps.settings import MarksConfig
@@ -248,3 +250,23 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(session_module, "Session", None)
     with pytest.raises(ConfigError, match="a directory that this user can write"):
         AdapterRun(FRAMEWORK, GaspConfig.resolve(tmp_path / "file"), MarksConfig.resolve(False), place, None)
+
+
+def test_who_raised_while_all_leave_the_step_reports_what_it_raised(
+    run: AdapterRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was completed for it is whole: MindIO's order to leave it is no answer to this rank's fault."""
+    training, reported = begun(run), list[str]()
+
+    def leaves(cause: str) -> str:
+        raise StepLeft("STEP FINISH")
+
+    def fault(kind: str, cause: str) -> m.Release:
+        reported.append(f"{kind}: {cause}")
+        return m.Release(recovery=0, ending="saved", step=4, path="", reason="")
+
+    monkeypatch.setattr(training, "settle", leaves)
+    monkeypatch.setattr(run.session, "fault", fault)
+    run.session.status.broken = "x"
+    run.failed(ValueError("its own"))
+    assert reported == ["exception: ValueError: its own"] and run.session.status.broken == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -148,3 +149,20 @@ def test_a_job_of_other_kinds_does_not_join(monkeypatch: pytest.MonkeyPatch, tmp
         monkeypatch.setenv("LASTGASP_BACKEND", backend)
         assert joining.join() is None
     assert joining.why_not() == TOO_LATE
+
+
+def test_a_process_to_move_a_rank_to_ends_before_it_waits_where_nobody_was_moved_yet(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron and Trainer: all others train on, as where it dies."""
+    found = early.Early(None, None, 1, False, anew=True, moves=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(joining, "_meeting", [])
+    monkeypatch.setattr(joining, "_refused", [])
+    monkeypatch.setattr(joining, "Meeting", object)
+    monkeypatch.setattr(joining, "choose_backend", lambda: SimpleNamespace(backend="ascend"))
+    monkeypatch.setattr(early, "is_asked_for", lambda env, fewer: True)
+    monkeypatch.setattr(early, "why_not_early", lambda env: "")
+    monkeypatch.setattr(early, "start_early", lambda fewer: found)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="hot switch: rank 1 stays where it is"):
+        joining.join(moved=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from lastgasp import _clock
 from lastgasp.backends.ascend.mindio import early, giving_way
 from lastgasp.backends.ascend.mindio.early import Early, reboot_type
 from lastgasp.backends.ascend.mindio.giving_way import GivingWay
@@ -18,6 +21,7 @@ from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.observer import IN_MINDX
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch.loop import succession
+from lastgasp.pytorch.loop.bounded_store import BoundedStore
 from lastgasp.pytorch.loop.succession import Succession
 
 
@@ -45,11 +49,50 @@ def test_a_new_process_takes_the_rank_once_the_old_one_gives_way(store: HashStor
                 new.waits()
             return store.add(key, amount)
 
-    old._store = Saying()  # type: ignore[assignment]
+    old._store = Saying()
     assert old.look_for_successor() and not old.taken()
     old.give_way()
     new.take_over()
     assert old.taken()
+    assert not Succession(store, 1).look_for_successor() and not new.look_for_successor()  # at once: nobody is named
+
+
+def test_a_process_is_not_its_own_successor(store: HashStore) -> None:
+    """Where a later one has failed before it said that it waits."""
+    one = Succession(store, 1)
+    one.waits()
+    before = _clock.monotonic()
+    assert not one.look_for_successor() and _clock.monotonic() < before + succession.SEEN
+
+
+def test_a_store_that_is_stopped_holds_up_nobody_twice() -> None:
+    """As torch's client does, whatever its timeout."""
+    stopped, asked = threading.Event(), list[str]()
+
+    class Stopped:
+        """Its server does not answer."""
+
+        def check(self, keys: list[str]) -> bool:
+            """For ever."""
+            asked.append(keys[0])
+            stopped.wait()
+            return False
+
+    old = Succession(BoundedStore(Stopped(), 0.05), 1)  # type: ignore[arg-type]
+    try:
+        for why in ("has not answered in 0.05 s", "has stopped to answer"):
+            with pytest.raises(RuntimeError, match=why):
+                old.look_for_successor()
+        assert asked == ["successor-1"]
+    finally:
+        stopped.set()
+
+
+def test_what_a_store_answers_is_passed_on(store: HashStore) -> None:
+    bounded = BoundedStore(store, 5.0)
+    bounded.set("a", "b")
+    assert (bounded.get("a"), bounded.check(["a", "c"]), bounded.add("n", 2)) == (b"b", False, 2)
+    assert bounded.delete_key("a") and not bounded.check(["a"])
 
 
 def test_who_does_not_answer_is_not_waited_for(
@@ -89,7 +132,7 @@ class Old:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, waits: bool = True, confirms: bool = True) -> None:
         self.said: list[str] = []
-        self.waits, self.confirms, self.over = waits, confirms, False
+        self.waits, self.confirms, self.over, self.led = waits, confirms, False, True
         early_one = Early(None, None, 1, False)  # type: ignore[arg-type]
         early_one.meeting = SimpleNamespace(succession=self)
         monkeypatch.setattr(early, "_early", [early_one])
@@ -133,6 +176,58 @@ def test_it_says_so_first_and_ends_when_its_rank_is_taken(monkeypatch: pytest.Mo
         old.way.look()
 
 
+@pytest.mark.parametrize(
+    ("unanswered", "led", "ends"), [(True, True, True), (False, False, True), (False, True, False)]
+)
+def test_it_does_not_speak_for_a_rank_that_may_have_a_new_process(
+    unanswered: bool, led: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not heard that the rank is taken; where MindIO has ended the switch it is a holder as any."""
+    old = Old(monkeypatch)
+    old.way.step_finished()
+    old.led = led
+    with pytest.raises(Left, match="0") if ends else contextlib.nullcontext():
+        old.way.not_ordered(unanswered)
+    old.way.over()
+    old.way.not_ordered(True)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_who_waits_for_orders_does_so_without_the_store(takes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once that the other process of the rank cannot be asked. Where no order comes, that is known."""
+    released, looks = threading.Event(), list[int]()
+
+    class Api:
+        """MindIO."""
+
+        ReportState: ClassVar = {"RS_STEP_FINISH": SimpleNamespace(value=7)}
+        Action = SimpleNamespace(RETRY=SimpleNamespace(value=0))
+
+        def tft_report_error(self, state: int) -> None:
+            """That it has left its step."""
+
+        def tft_wait_repair_action(self) -> int:
+            """Once the test lets it."""
+            released.wait(10)
+            parking.rolled_back(9)
+            return 0
+
+    def fails() -> None:
+        looks.append(1)
+        if takes and len(looks) == 2:
+            released.set()
+        raise RuntimeError("no store")
+
+    parking = Parking(Api(), 0, RankStatus(), True, 10.0 if takes else 0.5)
+    parking.at_each_look = fails
+    try:
+        assert (parking.wait("exception", "STEP FINISH") is not None) == takes
+        assert parking.unanswered != takes
+    finally:
+        released.set()
+    assert len(looks) >= 2 and caplog.text.count("no store") == 1
+
+
 def test_it_does_not_say_so_where_the_controller_would_refuse_the_new_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,6 +251,16 @@ def test_who_goes_on_does_not_end_by_a_later_sigterm(monkeypatch: pytest.MonkeyP
     old.way.step_finished()
     old.way.over()
     assert not old.way.decided()
+
+
+def test_who_has_a_fault_of_its_own_does_not_wait_at_a_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the step by another exception, so that nobody looks for a new process any more."""
+    old = Old(monkeypatch)
+    monkeypatch.setattr(giving_way, "KNOWN", 60.0)
+    old.way.begins()
+    old.way.over()
+    before = _clock.monotonic()
+    assert not old.way.decided() and _clock.monotonic() < before + 30
 
 
 def test_what_an_earlier_repair_has_left_is_forgotten() -> None:

@@ -22,7 +22,7 @@ from lastgasp.gasp.messages import Release, encodable
 from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
 from lastgasp.launch.framework_verdict import Verdict
-from lastgasp.ports import StateSource
+from lastgasp.ports import StateSource, StepLeft
 from lastgasp.replicas import Digests
 from lastgasp.session import Contact, Session, leave
 from lastgasp.steps.attach import Marking
@@ -293,7 +293,10 @@ class AdapterRun:
     def _recover(self, error: BaseException, kind: FaultKind) -> Release:
         training, status, cause = self._training, self.session.status, cause_of(error)
         assert training is not None
-        between = training.settle(cause)
+        try:
+            between = training.settle(cause)
+        except StepLeft:  # it is complete, and this rank has something else to say
+            between = ""
         status.broken = f"{cause}: {between}" if between else ""
         status.passing = may_pass(error)
         outcome = self.session.fault(kind, cause)

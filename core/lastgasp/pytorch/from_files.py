@@ -100,7 +100,7 @@ class EnteredFromFiles:
         Raises:
             RuntimeError: MindIO did not take this process into the running job.
         """
-        held = joining.join(fewer)
+        held = joining.join(fewer, moved=False)
         self._from = held.again if held is not None else None
 
     def joined(self) -> None:

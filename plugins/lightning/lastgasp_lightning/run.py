@@ -267,12 +267,19 @@ class LightningRun(Training):
 
     def complete(self, step: int) -> None:
         """A step is complete and captured."""
-        self.session.step_completed(step)
-        self.elastic.mark(step)
-        self.mark_step(step)
+        try:
+            self.session.step_completed(step)
+        except RuntimeError:  # the step is complete, and all leave the training behind it
+            self._mark_end(step)
+            raise
+        self._mark_end(step)
         snapshot = self.state.snapshot
         if snapshot is not None:
             self._replicas.step_over(snapshot.flags[0])
+
+    def _mark_end(self, step: int) -> None:
+        self.elastic.mark(step)
+        self.mark_step(step)
 
     def validating(self) -> None:
         """A batch of a validation begins; by then it has the weights that it is to have."""

@@ -1,13 +1,36 @@
-"""The end of a step that was cut short after its last update."""
+"""The end of a step that was cut short after its last update, or that is the last one before all leave."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from lastgasp.ports import StepLeft
 from lastgasp.pytorch.aux_state import NOTHING
 
 log = logging.getLogger("lastgasp")
+
+
+@contextmanager
+def step_left(run: Any, step: int, due: bool) -> Iterator[None]:
+    """Where all ranks leave the training at the end of `step` (`ports.StepLeft`), do the local rest of that step.
+
+    Args:
+        run: the `loop.run.Run`; due: a checkpoint was. Who moves a rank does not wait for as long as that takes, and
+            a new process, which has no part in this step, could not write it with the others.
+    """
+    try:
+        yield
+    except StepLeft:
+        run._again_here.forget()
+        run.marks.step_end(step)
+        if due and run.rank == 0:
+            note = f"the checkpoint that was due at step {step} was not written: all ranks had to leave that step"
+            log.warning("%s", note)
+            run.engine.note(note)
+        raise
 
 
 def finish_step(run: Any, cause: str) -> bool:

@@ -21,6 +21,7 @@ from lastgasp.errors import LastgaspError
 from lastgasp.gasp.again import INCARNATION, LED, Again
 from lastgasp.gasp.joining import Code, code_of_this_process, different
 from lastgasp.gasp.rank_status import gone_on
+from lastgasp.pytorch.loop.bounded_store import BoundedStore
 from lastgasp.pytorch.loop.memory import Held
 from lastgasp.pytorch.loop.succession import Succession
 from lastgasp.session import Contact
@@ -30,6 +31,8 @@ log = logging.getLogger("lastgasp")
 
 LIMIT = 15.0
 """Seconds for the store to answer."""
+LATER = 5.0
+"""Seconds more, in which it says itself that a key is not there."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """With older versions of torch, and with TaskD's patch, part of the name by which ranks find each other."""
 CONTACT, CODE, NUMBER, JOINS, PORT = "contact", "code", "number", "joins", "port"
@@ -69,7 +72,7 @@ class Meeting:
         self._host, self._rank = env.get("MASTER_ADDR", "127.0.0.1"), int(env["RANK"])
         limit = timedelta(seconds=LIMIT)
         store = TCPStore(self._host, int(env["MASTER_PORT"]), None, False, limit, wait_for_workers=False)
-        self._store = PrefixStore("lastgasp", store)
+        self._store = BoundedStore(PrefixStore("lastgasp", store), LIMIT + LATER)
         self.succession = Succession(self._store, self._rank)
         self._own: TCPStore | None = None
         self._lost = tuple[int, ...]()
@@ -137,11 +140,12 @@ def why_not() -> str:
     return "" if _meeting else _refused[0] if _refused else TOO_LATE
 
 
-def join(fewer: bool = False) -> Held | None:
+def join(fewer: bool = False, moved: bool = True) -> Held | None:
     """Join MindIO now where it may have single processes started anew.
 
     Args:
         fewer: the training may go on with fewer ranks, as far as is known before it begins.
+        moved: a rank of it may be moved to another node (hot switch).
 
     Returns:
         For a process that has taken the place of a dead one: what it begins with, once the others have agreed.
@@ -172,6 +176,8 @@ def join(fewer: bool = False) -> Held | None:
         if joined.rank == 0:
             place.tell_code()
         return None
+    if joined.moves and not moved:  # before MindIO hears that it waits, so that nobody leaves a step for it
+        raise RuntimeError(f"hot switch: rank {joined.rank} stays where it is, LastGasp moves none of this framework's")
     again = gone_on(joined.joins(place)).again
     assert again is not None
     joined.given = os.environ.get(early.CONTROLLER, "")

@@ -30,7 +30,7 @@ from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.data_position import DataPosition
 from lastgasp.pytorch.loop.dump import dump
 from lastgasp.pytorch.loop.faults import install_faults
-from lastgasp.pytorch.loop.finish import finish_step
+from lastgasp.pytorch.loop.finish import finish_step, step_left
 from lastgasp.pytorch.loop.inexact import LATE, Inexact
 from lastgasp.pytorch.loop.marks import LoopMarks
 from lastgasp.pytorch.loop.not_saved import NotSaved
@@ -281,7 +281,8 @@ class Run:
         if self.update.has_copy:
             self._gate()  # from the copy to the live state
         due = self._wanted or (self.every > 0 and step // self.every > self.step // self.every)
-        self._capture(step, due)
+        with step_left(self, step, due):
+            self._capture(step, due)
         self.marks.step_end(step)
         if due:
             self.save()

@@ -13,9 +13,8 @@ import logging
 import threading
 import uuid
 
-from torch._C._distributed_c10d import Store
-
 from lastgasp import _clock
+from lastgasp.pytorch.loop.bounded_store import Says
 
 log = logging.getLogger("lastgasp")
 
@@ -34,10 +33,10 @@ class Succession:
     All methods raise RuntimeError where the store does not answer.
 
     Args:
-        store: of torch's agent. rank: this process's, or the one that it is to take.
+        store: of torch's agent, that answers in bounded time. rank: this process's, or the one that it is to take.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Says, rank: int) -> None:
         self._store, self._rank = store, rank
         self._name, self._successor = "", ""
 
@@ -61,6 +60,8 @@ class Succession:
                 break
             threading.Event().wait(LOOK)
         self._store.set(f"taken-{self._name}", "")
+        if self._store.get(key := f"successor-{self._rank}").decode() == self._name:  # nobody is to wait for it again
+            self._store.delete_key(key)
 
     # -- the old process --------------------------------------------------------------------------
 
@@ -69,7 +70,8 @@ class Succession:
         self._successor = ""
         if not self._store.check([key := f"successor-{self._rank}"]):
             return False
-        name = self._store.get(key).decode()
+        if (name := self._store.get(key).decode()) == self._name:  # this process itself, in an earlier switch
+            return False
         heard, deadline = self._store.add(f"waits-{name}", 0), _clock.monotonic() + SEEN
         while self._store.add(f"waits-{name}", 0) == heard:
             if _clock.monotonic() > deadline:

@@ -215,6 +215,8 @@ class MindioBackend:
         if moved:
             self._giving_way.step_finished()
         repaired = parking.wait(kind, cause)
+        if repaired is None and self._status.outcome is None:
+            self._giving_way.not_ordered(parking.unanswered)
         self._giving_way.over()
         if moved and repaired is not None:
             ranks = ", ".join(map(str, repaired.lost))
@@ -234,6 +236,7 @@ class MindioBackend:
             self._processor.over(given_up("MindIO was not running"))
             return
         self._state = "faulted"
+        self._giving_way.over()
         self._processor.report(fault)
         try:
             if self._parking is None or not self._parking.told:

@@ -42,7 +42,7 @@ class GivingWay:
     ) -> None:
         self._rank, self._processor, self._status, self._leave = rank, processor, status, leave
         self._succession: Succeeds | None = None
-        self._now, self._known = False, threading.Event()
+        self._now, self._said, self._known = False, False, threading.Event()
         self._known.set()
 
     def begins(self) -> None:
@@ -58,7 +58,8 @@ class GivingWay:
 
     def over(self) -> None:
         """This rank goes on, or the switch has failed."""
-        self._now = False
+        self._now = self._said = False
+        self._known.set()
 
     def decided(self) -> bool:
         """Whether this process gives way; waits where that is about to be found out."""
@@ -82,16 +83,23 @@ class GivingWay:
                 log.error("the job's controller does not confirm that rank %d is moved", self._rank)
                 return
             self._succession.give_way()
+            self._said = True
         except RuntimeError as error:
             log.error("rank %d cannot give way, the store of torch's agent does not answer: %s", self._rank, error)
 
     def look(self) -> None:
-        """While it waits: end the process once the new one has its rank."""
-        try:
-            if self._now and self._succession is not None and self._succession.taken():
-                self.end()
-        except RuntimeError as error:
-            log.debug("the store of torch's agent does not answer: %s", error)
+        """While it waits: end the process once the new one has its rank. Raises RuntimeError: it cannot be asked."""
+        if self._now and self._succession is not None and self._succession.taken():
+            self.end()
+
+    def not_ordered(self, unanswered: bool) -> None:
+        """It has waited in vain, and may have missed that the new process has its rank, for which it must not speak.
+
+        Args:
+            unanswered: nobody has ordered anything until the limit. Our own controller lets go of who is replaced.
+        """
+        if self._now and self._said and (unanswered or not self._processor.led):
+            self.end()
 
     def end(self) -> NoReturn:
         """Without a word to MindIO, which would take it for one about the rank."""

@@ -42,6 +42,7 @@ class Parking:
     Attributes:
         number: how often this rank has gone on, whichever process it had.
         told: MindIO knows of the fault for which this rank was parked last.
+        unanswered: MindIO has ordered nothing then, until the limit.
         at_each_look: called on the training thread while it is parked, each `TICK` seconds.
         stays: called when an order says that this process keeps its rank: MindIO has none for one that is replaced.
     """
@@ -54,7 +55,7 @@ class Parking:
         self.number = int(os.environ.get(INCARNATION) or 0)
         self._source, self._takers, self._lost = -1, tuple[int, ...](), tuple[int, ...]()
         self._repaired: Repaired | None = None
-        self.told = False
+        self.told = self.unanswered = self._warned = False
         self.at_each_look: Callable[[], None] = lambda: None
         self.stays: Callable[[], None] = lambda: None
 
@@ -124,7 +125,7 @@ class Parking:
         Returns:
             None where this rank's fault is to be answered as ever; `told` says whether MindIO has heard of it.
         """
-        self.told = False
+        self.told = self.unanswered = False
         state = exits.state_of(cause, self._retry)
         if state in _MEMORY:
             self._status.broken = self._status.broken or f"its memory had an error: {cause}"
@@ -165,11 +166,20 @@ class Parking:
         threading.Thread(target=ask, name="lastgasp-mindio-parked", daemon=True).start()
         deadline = _clock.monotonic() + self._limit
         while not done.wait(TICK):
-            if self._status.outcome is not None or _clock.monotonic() >= deadline:
+            self.unanswered = _clock.monotonic() >= deadline
+            if self._status.outcome is not None or self.unanswered:
                 return False
             self._status.progress(self._status.phase)
-            self.at_each_look()
+            self._look()
         return bool(found) and found[0]
+
+    def _look(self) -> None:
+        try:
+            self.at_each_look()
+        except RuntimeError as error:
+            if not self._warned:
+                log.warning("rank %d cannot look for the other process of its rank: %s", self._rank, one_line(error))
+            self._warned = True
 
     def _ask(self, state: str) -> bool:
         api = self._api

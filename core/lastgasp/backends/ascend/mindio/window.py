@@ -7,6 +7,7 @@ from typing import Any
 
 from lastgasp import _clock
 from lastgasp.gasp.rank_status import RankStatus
+from lastgasp.ports import StepLeft
 
 FORCE_STOP, STEP_FINISH = "FORCE STOP", "STEP FINISH"
 LONGEST_PAUSE = 1800.0
@@ -63,6 +64,6 @@ class Window:
         except RuntimeError as error:
             if STEP_FINISH in str(error):
                 self._step_finish()
-            raise
+            raise StepLeft(str(error)) from error
         finally:
             status.paused = 0.0
