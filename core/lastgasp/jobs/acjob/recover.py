@@ -14,12 +14,13 @@ from .rules import Match, rule
 from .tree import Node
 
 _RECOVERY = "LASTGASP_RECOVERY"
-_MEGATRON = re.compile(r"--framework[ =\n]+megatron\b")
+_COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
+_MEGATRON = re.compile(r"--framework[\s=\\'\"]+megatron(?![-\w])")
 NOT_FEWER = re.compile(
-    r"--(?:(?:(?:tensor|pipeline|expert)-model|context)-parallel-size[ =\n]+(?:[2-9]|[1-9][0-9])[0-9]*"
-    r"|dataloader-type[ =\n]+(?!single\b)\w+"
+    r"--(?:(?:(?:tensor|pipeline|expert)-model|context)-parallel-size[\s=\\'\"]+(?:[2-9]|[1-9][0-9])[0-9]*"
+    r"|dataloader-type[\s=\\'\"]+(?!single(?![-\w]))\w+"
     r"|(?:use-distributed-optimizer|step-batch-size-schedule|rampup-batch-size|decrease-batch-size-if-needed"
-    r"|data-parallel-random-init|full-validation|num-experts)\b)"
+    r"|data-parallel-random-init|full-validation|num-experts)(?![-\w]))"
 )
 """Options of Megatron's with which lastgasp's adapter does not go on with fewer ranks (docs/megatron.md)."""
 
@@ -111,9 +112,11 @@ def _mode_of(mount: Mount) -> int | None:
 def recover_one_pod(job: Job) -> Iterator[Match]:
     """MindIO does not start a process anew on its controller's own node."""
     if _recovers(job) and _pods(job) == 1:
-        what = "recover in a job of one pod: MindIO replaces no process on the node of its controller"
+        named = next((one for one in ("recover", "recover-in-place") if job.has(one)), "")
+        what = f"{named or 'hotSwitch'} in a job of one pod: MindIO replaces no process on the node of its controller"
         fix = "Use dump: the step is saved, and the job restarts from it."
-        yield Match(job.at("metadata", "annotations", "recover-strategy"), what, fix)
+        at = ("annotations", "recover-strategy") if named else ("labels", "subHealthyStrategy")
+        yield Match(job.at("metadata", *at), what, fix)
 
 
 @rule("recovery-setting", "warning", "lastgasp", "LASTGASP_RECOVERY rules out the strategy of the job")
@@ -148,11 +151,12 @@ def recovery_unset(job: Job) -> Iterator[Match]:
 
 @rule("elastic-megatron", "warning", "lastgasp", "elastic-training of Megatron with options that rule it out")
 def elastic_megatron(job: Job) -> Iterator[Match]:
-    """lastgasp refuses the strategy at start. Options in a start script, or in an image, are not seen."""
+    """lastgasp refuses the strategy at start. Options in a start script, in an image or by a variable are not seen
+    (`--tensor-model-parallel-size ${TP}`)."""
     if not _shrinks(job):
         return
     for replica, node in _ascend(job):
-        words = _words(replica)
+        words = _COMMENT.sub("", _words(replica))
         found = NOT_FEWER.search(words) if _MEGATRON.search(words) else None
         if found is not None:
             what = f"{replica.type}: Megatron with {' '.join(found[0].split())}: lastgasp refuses elastic-training"
