@@ -814,6 +814,20 @@ def test_before_a_step_is_complete_nobody_is_stopped() -> None:
     assert len(stopped(job)) == WORLD
 
 
+def test_a_hang_is_seen_while_ranks_wait_to_be_taken_in() -> None:
+    """Nobody comes to the end of the step, and each attempt to take them in is called off."""
+    job, now = Job(offer=None, elastic=ALL), 1.0
+    job.machine.progress.limit = 90.0
+    while not job.machine.faults and now < 600:
+        now += 0.5
+        for rank in ALL:
+            job.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase="backward"), now)
+        job.machine.offer = GROW if now > 3 else None
+        job.machine.tick(now, 1, frozenset())
+    assert {(one.kind, one.rank) for one in job.machine.faults} == {("hang", rank) for rank in ALL}
+    assert (job.machine.state, job.machine.grown) == ("preparing", "") and now < 100
+
+
 @pytest.mark.parametrize("trouble", ["no room", "late", "left", "no step"])
 def test_where_it_is_not_to_be_all_train_on(trouble: str) -> None:
     """Nothing goes into an incident, no process is harmed, and the next fault is answered as ever."""
@@ -842,7 +856,7 @@ def test_where_it_is_not_to_be_all_train_on(trouble: str) -> None:
 
 def test_where_steps_are_long_there_is_as_much_time_as_two_of_them_take() -> None:
     job = Job(offer=GROW, elastic=ALL)
-    job.machine.save_timeout = 600
+    job.machine.save_timeout = job.machine.progress.limit = 600
     for number, now in enumerate((30.0, 60.0), 1):
         job.machine.said(0, m.Status(step=STEP + number, durable=START, tick=9 + number, phase="forward"), now)
     assert job.machine.progress.step_takes == 30.0

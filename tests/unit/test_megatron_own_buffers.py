@@ -119,3 +119,9 @@ def test_other_ranks_than_before_begin_with_the_writers() -> None:
 
 def test_a_model_without_buffers_has_nothing_besides() -> None:
     assert record_of(image(0, 1), {}) == {}
+
+
+def test_what_cannot_be_read_costs_those_buffers_and_not_the_step() -> None:
+    states = {0: with_own(_image(0)), 1: with_own(_image(1)), 2: with_own(_image(2))[:-1]}
+    record: dict[str, Any] = record_of(_image(0), states)[KEY]
+    assert set(record["differ"]) == set(record["lost"]) == {0, 1}

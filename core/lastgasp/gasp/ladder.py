@@ -146,6 +146,8 @@ class Ladder(Machine):
             self._growing = waiting
             self._grow_by = now + self.finish_timeout + min(max(BUSY, 2 * self.progress.step_takes), self.save_timeout)
             return self._stop_all(now)
+        if self._growing and (hung := self.progress.hung(now, stopped)):
+            return self._train_on(now) + self._hang(hung, at_ns, now)
         actions = super().tick(now, at_ns, stopped)
         if self.state != "running" or now < self.enter_by or self._late:
             return actions
@@ -191,7 +193,7 @@ class Ladder(Machine):
         chosen = self._choose(decision)
         if isinstance(chosen, str):
             self.not_grown = chosen
-            return self._train_on()
+            return self._train_on(now)
         self._growing = ()
         phases: list[Action] = [RecordPhase(phase="detected"), RecordPhase(phase="agreed")]
         alone = self._from_files or (self._by_handlers and fewer_ranks.fewest(self.replicas, chosen.takers) < 2)
@@ -200,9 +202,9 @@ class Ladder(Machine):
             return phases + super()._carry_out(decision, now)
         return phases + self._enter_again(chosen, 0)
 
-    def _train_on(self) -> list[Action]:
-        """What the ranks were stopped for is not to be."""
-        self._growing, self.state, self.reach, self._asked_again = (), "running", -1, 0
+    def _train_on(self, now: float = 0.0) -> list[Action]:
+        """What the ranks were stopped for is not to be, or not yet."""
+        self._growing, self._grow_after, self.state, self.reach, self._asked_again = (), now + AGAIN, "running", -1, 0
         self._awaited, self.plan, self.outcome = set(), 0, Outcome()
         for member in self.members.values():
             member.prepared, member.failed, member.failures = None, "", 0
@@ -236,8 +238,7 @@ class Ladder(Machine):
             self._deadline = later
             return []
         if self.state == "preparing" and self._growing:
-            self._grow_after = now + AGAIN  # some rank is busy; that is no fault
-            return self._train_on()
+            return self._train_on(now)  # some rank is busy; that is no fault
         return super()._deadline_passed(now)
 
     def _awaits_offer(self, now: float) -> bool:

@@ -8,6 +8,7 @@ answered, those with an arena at each step. Whose are in no file begins with the
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from lastgasp.adapter import cause_of
 from lastgasp.adapter.torch import digest, split_trailer, with_trailer
 from lastgasp_megatron.beside import Kept, own_buffers, some
 from lastgasp_megatron.image import Image
+
+log = logging.getLogger("lastgasp.megatron")
 
 KEY = "lastgasp_buffers"
 _ALL_RANKS, _RANK = 1 << 26, 1 << 20
@@ -37,6 +40,9 @@ def taken(kept: Kept, most: int, check: bool = False) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for label, place in kept.own.items():
+        live = place.where.get(place.name)
+        if live is not None and live.numel() * live.element_size() > most:
+            continue  # nor is it digested
         value = place.value(check)
         size = 0 if value is None else value.numel() * value.element_size()
         if value is not None and size <= most:
@@ -67,12 +73,16 @@ def record_of(image: Image, states: Mapping[int, bytes]) -> dict[str, Any]:
     """
     if not image.own:
         return {}
-    ranks = {image.rank: image.own}
+    ranks, differ = {image.rank: image.own}, {image.rank: dict[str, Tensor]()}
     for rank in image.shard.sharers:
         more = split_trailer(states.get(rank) or b"")[1] if rank != image.rank else b""
-        if more:
-            ranks[rank] = torch.load(io.BytesIO(more), weights_only=True)
-    differ = {rank: _unlike(found, image.own) for rank, found in ranks.items()}
+        if not more:
+            continue
+        try:
+            found = torch.load(io.BytesIO(more), weights_only=True)
+            differ[rank], ranks[rank] = _unlike(found, image.own), found
+        except Exception as error:  # whatever it is, it costs these buffers and not the step
+            log.warning("buffers of rank %d cannot be read, and count as lost: %s", rank, cause_of(error))
     lost = {rank: [name for name in image.own if name not in found] for rank, found in ranks.items()}
     return {KEY: {"of": image.rank, "ranks": list(image.shard.sharers), "differ": differ, "lost": lost}}
 

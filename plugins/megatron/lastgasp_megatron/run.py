@@ -187,6 +187,7 @@ class Run:
         """
         args, selector = self.args, self.selector
         over = selector.goes_on and selector.resumed >= int(getattr(args, "train_iters", None) or 0) > 0
+        over = over and getattr(args, "dataloader_type", None) == "single"  # others do not refuse, or have no length
         if not over or dataset is None or consumed != args.consumed_train_samples or consumed < len(dataset):
             return consumed
         log.info("iteration %d was the last one, and it is saved: nothing is trained again", selector.resumed)

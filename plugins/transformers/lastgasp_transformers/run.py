@@ -151,10 +151,16 @@ class Run:
                     log.warning("fit %d resumes from %s of fit %d, as resume_from_checkpoint=True asks",
                                 self._fit.number, chosen.path, earlier)  # fmt: skip
         self._present = selector.present
-        self._gasps = gasps_in(Path(self._trainer.args.output_dir))
+        self._gasps = self._known_gasps()
         for name in _NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
         return call(str(chosen.path) if chosen is not None else None)
+
+    def _known_gasps(self) -> set[int]:
+        """As rank 0 sees them: where the best model is one, Trainer has ranks wait for each other, or none."""
+        first = self.core.place.rank == 0
+        found = sorted(gasps_in(Path(self._trainer.args.output_dir))) if first else []
+        return set(msgspec.json.decode(self.session.gather("gasps", msgspec.json.encode(found))[0], type=list[int]))
 
     def _choose(self, fit: Fit, wanted: bool) -> tuple[Candidate | None, adapter.CheckpointSelector]:
         """Of what that training has saved."""
