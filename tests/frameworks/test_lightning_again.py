@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lastgasp.gasp.again import INCARNATION
 from lastgasp.pytorch import ElasticLoader
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp_lightning import again
@@ -277,11 +278,11 @@ def test_a_start_with_fewer_hosts_than_the_trainer_asks_for_says_what_to_do(monk
     environment = TorchElasticEnvironment()
     for name, value in {"WORLD_SIZE": "1", "LASTGASP_LAUNCHER": "run"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv(again.INCARNATION, raising=False)
+    monkeypatch.delenv(INCARNATION, raising=False)
     with pytest.raises(ValueError, match=r"does not match the world size .*--min-ranks and --nnodes 2, not MIN:MAX"):
         environment.validate_settings(num_devices=1, num_nodes=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"does not match the world size \(4\)\.?$"):
         environment.validate_settings(num_devices=1, num_nodes=2)
-    monkeypatch.setenv(again.INCARNATION, "1")
+    monkeypatch.setenv(INCARNATION, "1")
     environment.validate_settings(num_devices=1, num_nodes=2)
