@@ -339,6 +339,7 @@ def test_who_is_stopped_without_a_fault_answers_once_it_is_at_the_end_of_its_ste
         rank.status.begun = 3
         rank.controller.say(m.Prepare(recovery=1, faults=(), target=-1))
         assert rank.controller.hear(m.Entered).step == 3, "one that stands before that step completes it"
+        until(lambda: rank.processor._answering._asked is not None, "it is to answer")
         asked = rank.processor._answering._asked
         assert asked is not None and not rank.processor._answering.waits
         until(lambda: _clock.monotonic() > asked.reach_by and _clock.monotonic() > asked.deadline, "it is late")

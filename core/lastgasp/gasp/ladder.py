@@ -237,9 +237,8 @@ class Ladder(Machine):
         if self.state == "preparing" and now < later:
             self._deadline = later
             return []
-        if self.state == "preparing" and self._growing:
-            return self._train_on(now)  # some rank is busy; that is no fault
-        return super()._deadline_passed(now)
+        # That some rank is busy is no fault.
+        return self._train_on(now) if self._growing else super()._deadline_passed(now)
 
     def _awaits_offer(self, now: float) -> bool:
         """A rank failed so soon that the launcher has not looked at it before."""
