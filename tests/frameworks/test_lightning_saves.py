@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import msgspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
-from lastgasp.checkpoint import chunks
+from lastgasp.checkpoint import chunks, manifest
 from lastgasp.pytorch import one_pass
 from lastgasp.pytorch.io import save_verified
+from lastgasp_lightning.checkpoint_io import LAYOUT
 from support.schedule_free import Averages
 
 pytestmark = pytest.mark.usefixtures("restored_environ")
@@ -96,7 +99,17 @@ class Raises(L.Callback):
             raise Boom
 
 
-@pytest.mark.parametrize("moment", ["before", "behind", "callback"])
+def written_already(gasp: Path, file: Path) -> None:
+    """As if rank 0 had written its file by then, and waited for a rank that was killed."""
+    found = manifest.read(LAYOUT.manifest_path(gasp))
+    assert isinstance(found, manifest.Manifest)
+    shutil.copy(gasp, file)
+    own = manifest.Provenance(format="lightning", step=6, kind="periodic", job=found.job, fit=found.fit)
+    files = (msgspec.structs.replace(found.files[0], path=file.name),)
+    LAYOUT.manifest_path(file).write_bytes(manifest.encode(manifest.build(own, files)))
+
+
+@pytest.mark.parametrize("moment", ["before", "behind", "callback", "written"])
 def test_a_save_that_the_fault_cut_short_is_made_up(tmp_path: Path, moment: str) -> None:
     """The job resumes behind the step whose save was due: nobody else would make it."""
     found: dict[str, dict[str, Any]] = {}
@@ -107,13 +120,16 @@ def test_a_save_that_the_fault_cut_short_is_made_up(tmp_path: Path, moment: str)
             job.restart()
             keeps, raises = CutShort(job.folder / "kept", "{step}", every_n_train_steps=3, save_top_k=-1), Raises()
             keeps.strikes = name if not attempt else ""
-            raises.strikes = name == "callback" and not attempt
+            raises.strikes = name in ("callback", "written") and not attempt
             other = ModelCheckpoint(job.folder / "kept", "other-{step}", every_n_train_steps=4, save_top_k=-1)
             ended = fit(job.make(other, keeps, raises), Small())
-            gasp = (job.folder / "ckpts/gasp-step=00000006.ckpt").exists()
-            assert gasp == (name in ("before", "callback")) and ended == (bool(attempt) or name == "straight")
+            gasp = job.folder / "ckpts/gasp-step=00000006.ckpt"
+            assert gasp.exists() == (name in ("before", "callback", "written"))
+            assert ended == (bool(attempt) or name == "straight")
             if ended:
                 break
+            if name == "written":
+                written_already(gasp, job.folder / "kept/step=6.ckpt")
         files = {path.name: torch.load(path, weights_only=False) for path in (job.folder / "kept").glob("*.ckpt")}
         found[name] = {
             file: (one["global_step"], one["epoch"], one["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"],

@@ -70,6 +70,29 @@ def test_a_store_that_answers_is_as_ever(store: Stalling) -> None:
     assert not bounded.check("a")
     bounded.set("a", "b")
     assert (bounded.check("a"), bounded.get("a")) == (True, b"b")
+    assert (bounded.add("n", 2), bounded.add("n", 1)) == (2, 3)
+    bounded.delete("a")
+    assert not bounded.check("a")
+
+
+def test_threads_wait_for_each_others_calls() -> None:
+    """None of them takes the other's call for an answer that is late."""
+    bounded, first, goes, found = Bounded(60), threading.Event(), threading.Event(), list[int]()
+
+    def slow() -> int:
+        first.set()
+        goes.wait(60)
+        return 1
+
+    threads = [threading.Thread(target=lambda: found.append(bounded(slow)))]
+    threads[0].start()
+    assert first.wait(60)
+    threads.append(threading.Thread(target=lambda: found.append(bounded(lambda: 2))))
+    threads[1].start()
+    goes.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [1, 2]
 
 
 def test_who_waits_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

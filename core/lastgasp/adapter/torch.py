@@ -54,10 +54,12 @@ from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with
 from lastgasp.pytorch.statedigest import digest, digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
 from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
+from lastgasp.pytorch.weight_modes import EXCHANGED, patch_group, which_weights
 from lastgasp.trailer import split_trailer, with_trailer
 
 __all__ = [
     "CHANGED",
+    "EXCHANGED",
     "MAP",
     "STATEFUL",
     "STREAM",
@@ -128,6 +130,7 @@ __all__ = [
     "other_ranks",
     "own_aux",
     "own_copy",
+    "patch_group",
     "persistent_buffers",
     "place_of",
     "position_of",
@@ -143,6 +146,7 @@ __all__ = [
     "users_parts",
     "values_of",
     "watch_replicas",
+    "which_weights",
     "with_added",
     "with_assignment",
     "with_trailer",

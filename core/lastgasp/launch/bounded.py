@@ -1,4 +1,7 @@
-"""Calls of the rendezvous store with a deadline: its host may have stopped answering, without being gone."""
+"""Calls of torch's store with a deadline: its host may have stopped answering, without being gone.
+
+Its client waits for ever for a server that is stopped, whatever its timeout (torch 2.13: `check`, `add` and `get`).
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,21 @@ ASK = 0.25
 """Seconds between two questions about who waits."""
 
 
+_EARLIER = "torch's store still owes an earlier answer"
+
+
 class Unanswered(RuntimeError):
     """The store has not answered in time; what was asked may still be done."""
 
 
 class Bounded:
-    """Makes calls one at a time, each on a thread of its own: while one has not come back, no other is made."""
+    """Makes calls one at a time, each on a thread of its own: while one has not come back, no other is made.
+
+    Any thread may call; it waits for the calls of others.
+    """
 
     def __init__(self, limit: float = LIMIT) -> None:
-        self._limit = limit
+        self._limit, self._turn = limit, threading.Lock()
         self._under_way: threading.Thread | None = None
 
     def __call__(self, call: Callable[[], T]) -> T:
@@ -37,8 +46,16 @@ class Bounded:
             Unanswered: it takes longer than `limit` seconds, or an earlier one still does.
             BaseException: what `call` raises.
         """
+        if not self._turn.acquire(timeout=self._limit):
+            raise Unanswered(_EARLIER)
+        try:
+            return self._make(call)
+        finally:
+            self._turn.release()
+
+    def _make(self, call: Callable[[], T]) -> T:
         if self._under_way is not None and self._under_way.is_alive():
-            raise Unanswered("the store of the rendezvous still owes an earlier answer")
+            raise Unanswered(_EARLIER)
         answers: list[tuple[Any, BaseException | None]] = []
 
         def make() -> None:
@@ -51,7 +68,7 @@ class Bounded:
         self._under_way.start()
         self._under_way.join(self._limit)
         if not answers:
-            raise Unanswered(f"the store of the rendezvous has not answered in {self._limit:g} s")
+            raise Unanswered(f"torch's store has not answered in {self._limit:g} s")
         value, error = answers[0]
         if error is not None:
             raise error
@@ -89,10 +106,14 @@ class NodesWaiting:
 
 
 class BoundedStore:
-    """What a launcher needs of torch's store while ranks run. Raises as the store does, and `Unanswered`."""
+    """What is needed of torch's store while ranks run. Raises as the store does, and `Unanswered`.
 
-    def __init__(self, store: Any) -> None:
-        self._store, self._bounded = store, Bounded()
+    Args:
+        limit: seconds for an answer.
+    """
+
+    def __init__(self, store: Any, limit: float = LIMIT) -> None:
+        self._store, self._bounded = store, Bounded(limit)
 
     def check(self, key: str) -> bool:
         """Whether it has that key."""
@@ -105,3 +126,11 @@ class BoundedStore:
     def set(self, key: str, value: str) -> None:
         """Set a value. If it is not answered in time it may be set later."""
         self._bounded(lambda: self._store.set(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count; returns the new number."""
+        return int(self._bounded(lambda: self._store.add(key, amount)))
+
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+        self._bounded(lambda: self._store.delete_key(key))

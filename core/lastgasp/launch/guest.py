@@ -35,8 +35,9 @@ LOOK = 0.2
 """Seconds between two looks into the store."""
 ENDED = "the job has ended"
 """Why a guest is refused once the ranks of the first host have completed all that they do."""
-BEAT, SILENT = 1.0, 60.0
-"""Seconds between two signs of life of a guest, and without one after which it is given up."""
+BEAT, SILENT, FIRST = 1.0, 60.0, 600.0
+"""Seconds between two signs of life of a guest, without one after which it is given up, and from its word that it comes
+until the first one: it starts its ranks meanwhile."""
 TURN = 1800.0
 """Seconds that a launcher waits until another one is taken in."""
 _INVITATION, _CLAIM, _READY, _PLAN, _REFUSED, _ALIVE, _GONE = (f"lastgasp/guest/{name}" for name in (
@@ -143,12 +144,13 @@ class Host:
         if store.check(f"{_GONE}/{number}"):
             log.warning("%s", store.get(f"{_GONE}/{number}").decode())
             return True
-        heard = next((store.get(f"{key}/{number}") for key in (_ALIVE, _CLAIM) if store.check(f"{key}/{number}")), b"")
+        key = next((one for one in (_ALIVE, _CLAIM) if store.check(f"{one}/{number}")), "")
+        heard, limit = store.get(f"{key}/{number}") if key else b"", SILENT if key == _ALIVE else FIRST
         if heard != self._heard:
             self._heard, self._heard_at = heard, now
-        if not heard or now < self._heard_at + SILENT:
+        if not heard or now < self._heard_at + limit:
             return False
-        why = f"its launcher has not been heard of for {SILENT:g} s"
+        why = f"its launcher has not been heard of for {limit:g} s"
         log.warning("a host that has come back stays missing: %s", why)
         store.set(f"{_REFUSED}/{number}", why)
         return True

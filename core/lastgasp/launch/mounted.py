@@ -30,7 +30,7 @@ class Marker:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self._path = directory, unique_temp(directory / "shared")
-        self._written, self._over = threading.Event(), threading.Event()
+        self._written, self._over, self._told = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._keep, name="lastgasp-marker", daemon=True)
         self._thread.start()
 
@@ -50,9 +50,12 @@ class Marker:
         try:
             write_atomically(self._path, b"is this directory shared?\n")
         except OSError as error:
-            log.warning("no lost host can be taken in without a restart now: %s", error)
+            log.log(logging.DEBUG if self._told else logging.WARNING,
+                    "no lost host can be taken in without a restart now: %s", error)  # fmt: skip
+            self._told = True
             return AGAIN
         self._written.set()
+        self._told = False
         return RENEW
 
     def remove(self) -> None:
@@ -83,5 +86,7 @@ class Look:
         late = _clock.monotonic() > self._begun + SEEN_WITHIN + LIMIT
         if self.sees or not (self._found or late):
             return ""
+        if not self._found:
+            return f"{self._directory} does not answer. Start this launcher again once it does"
         return (f"{self._directory} is not the directory that the job's other hosts have: what they wrote there was "
                 f"not seen in {SEEN_WITHIN:g} s. Mount it, and start this launcher again")  # fmt: skip

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-WHICH = "train_mode"
-"""Of schedule-free optimizers: which weights are in the model. It goes with the weights, not with a boundary."""
+from lastgasp.adapter.torch import patch_group
 
 
 def set_batch_progress(batches: dict[str, Any], pending: int) -> None:
@@ -27,16 +25,6 @@ def patch_groups(optimizer_states: list[dict[str, Any]], groups: list[list[dict[
     for state, saved in zip(optimizer_states, groups, strict=True):
         for group, values in zip(state["param_groups"], saved, strict=True):
             patch_group(group, values)
-
-
-def patch_group(group: dict[str, Any], values: dict[str, Any]) -> None:
-    """Put hyperparameters into it, but not which weights are in the model."""
-    group.update({name: value for name, value in values.items() if name != WHICH or name not in group})
-
-
-def which_weights(groups: Iterable[Iterable[dict[str, Any]]]) -> list[Any]:
-    """Which ones are in the model, for each group of each optimizer; None where there are no others."""
-    return [group.get(WHICH) for one in groups for group in one]
 
 
 def saves(trainer: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, Preload, RankStatus
-from lastgasp.adapter.checkpoint import DirectoryLayout, SingleFile, Staged, has_manifest
+from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, SingleFile, Staged, has_manifest, read_manifest
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.state import KEY
 
@@ -204,6 +204,16 @@ def named(path: Path, layout: Layout = LAYOUT) -> Path:
     if not path.is_symlink() or has_manifest(path, layout):
         return path
     return Path(os.path.normpath(path.parent / os.readlink(path)))
+
+
+def saved_by(path: str) -> tuple[str, int]:
+    """The job that has saved this checkpoint, and of which step; an empty one where that is not known."""
+    if path and not is_remote(path):
+        for layout in (LAYOUT, SHARDED):
+            found = read_manifest(layout.manifest_path(named(Path(path), layout)))
+            if isinstance(found, Manifest):
+                return found.job, found.step
+    return "", -1
 
 
 def _located(path: Path) -> Path:

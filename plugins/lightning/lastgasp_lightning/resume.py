@@ -25,12 +25,13 @@ from lastgasp.adapter.torch import (
     have_dtypes_of,
     other_ranks,
     own_aux,
+    patch_group,
     restore_aux,
 )
-from lastgasp_lightning.boundary_form import patch_group, patch_groups, set_batch_progress
+from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
-from lastgasp_lightning.checkpoint_io import named
+from lastgasp_lightning.checkpoint_io import named, saved_by
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.extra import split_extra
 from lastgasp_lightning.metrics import as_logged, decode_own, is_summed, of_a_new_rank, restore_results, with_others
@@ -65,6 +66,7 @@ class Resume:
         bring: the same from the record of a gasp; returns what to note.
         reached: called at the boundary, before what was due there is replayed.
         in_place: it was, in a process that may have trained before.
+        job: this one.
         goes_on: whether it is the training of the checkpoint that goes on (`LightningSelector`), not one after its end;
             the same on all ranks, which ask together. ends: it does, and was asked to stop at its boundary.
     """
@@ -78,7 +80,7 @@ class Resume:
         self.put_back: Callable[[], object] = bool
         self.bring: Callable[[dict[str, Any]], str] = lambda _: ""
         self.reached: Callable[[], object] = bool
-        self.in_place = False
+        self.in_place, self.job = False, ""
         self.goes_on: Callable[[], bool] = lambda: True
         self.ends = False
 
@@ -208,7 +210,7 @@ class Resume:
         if trainer._logger_connector._first_loop_iter is not None:
             trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
         if record.get("gasp"):
-            _make_up_saves(trainer)
+            _make_up_saves(trainer, {self.job, saved_by(str(trainer.ckpt_path or ""))[0]})
 
     def _asked_to_stop(self, trainer: Any, record: dict[str, Any]) -> bool:
         """Whether the training of the checkpoint was asked to stop, and is what goes on.
@@ -307,23 +309,31 @@ def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:
         callback._defer_save_until_validation = key in record.get("deferred_saves", ()) and step != record["step"]
 
 
-def _make_up_saves(trainer: Any) -> None:
+def _make_up_saves(trainer: Any, jobs: set[str]) -> None:
     """Saves of `every_n_train_steps` that were due at this boundary, and that the fault prevented or cut short.
 
-    As rank 0 knows them: of ranks that were entered again, some may have returned from the save and others not.
+    As rank 0 knows them: of ranks that were entered again, some may have returned from the save and others not. A file
+    that one of these `jobs` had written by then is written once more, not beside itself.
     """
     step, found = trainer.global_step, [one for one in trainer.callbacks if _saves_at(one, trainer.global_step)]
     if not found:
         return
-    due = trainer.strategy.broadcast([one._last_global_step_saved != step for one in found])
+    files = [one.format_checkpoint_name(one._monitor_candidates(trainer)) for one in found]
+    said = [(one._last_global_step_saved != step, saved_by(file) in {(job, step) for job in jobs})
+            for one, file in zip(found, files, strict=True)]  # fmt: skip
     batches = trainer.fit_loop.epoch_loop.batch_progress
-    for callback in (one for one, is_due in zip(found, due, strict=True) if is_due):
+    for callback, (due, there) in zip(found, trainer.strategy.broadcast(said), strict=True):
+        if not due:
+            continue
         callback._last_global_step_saved = 0
+        versions = callback._enable_version_counter
+        callback._enable_version_counter = versions and not there
         for counts in (batches.total, batches.current):  # as in the hook: the batch is processed, and not completed
             counts.completed -= 1
         try:
             callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, batches.current.ready - 1)
         finally:
+            callback._enable_version_counter = versions
             for counts in (batches.total, batches.current):
                 counts.completed += 1
 

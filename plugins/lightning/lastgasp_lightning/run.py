@@ -22,6 +22,7 @@ from lastgasp.adapter.again import Fewer, Recovery, users_handler
 from lastgasp.adapter.arenas import ArenaMode
 from lastgasp.adapter.checkpoint import Staged
 from lastgasp.adapter.torch import (
+    EXCHANGED,
     WORKERS,
     AuxRecorder,
     GaspSource,
@@ -31,6 +32,7 @@ from lastgasp.adapter.torch import (
     UnsavedOptimizers,
     process_groups,
     save_verified,
+    which_weights,
 )
 from lastgasp_lightning.again import (
     IN_PLACE,
@@ -42,7 +44,6 @@ from lastgasp_lightning.again import (
     tell_others,
 )
 from lastgasp_lightning.boundary import before_calls, before_updates, never_saved
-from lastgasp_lightning.boundary_form import which_weights
 from lastgasp_lightning.buffers import Exchange
 from lastgasp_lightning.carried import VALUES, CarriedValues, split
 from lastgasp_lightning.checkpoint_io import LAYOUT, VerifiedCheckpointIO
@@ -116,7 +117,7 @@ class LightningRun(Training):
         self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
-        self.resume.goes_on = self._goes_on
+        self.resume.goes_on, self.resume.job = self._goes_on, place.job
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
         self._again_here = self._again(arena)(self, make, self.writer, held)
         if recovery == "save":
@@ -347,7 +348,7 @@ class LightningRun(Training):
         before = which_weights(one.param_groups for one in optimizers)
         save_verified(self._dump_for_a_file(step, aux), files)
         if which_weights(one.param_groups for one in optimizers) != before:
-            raise NotSaveable("an optimizer has exchanged the weights while they were written (its train() or eval())")
+            raise NotSaveable(EXCHANGED)
 
     def _dump_for_a_file(self, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
         aux, values = split(aux)

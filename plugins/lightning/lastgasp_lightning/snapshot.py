@@ -12,8 +12,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
-from lastgasp.adapter.torch import Flags, own_copy, values_of
-from lastgasp_lightning.boundary_form import which_weights
+from lastgasp.adapter.torch import Flags, own_copy, values_of, which_weights
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
 from lastgasp_lightning.uservalues import ValuesOfSteps

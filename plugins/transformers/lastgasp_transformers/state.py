@@ -29,8 +29,6 @@ from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-_WHICH = "train_mode"
-"""Of schedule-free optimizers: which weights are in the model. It belongs to the weights that were loaded."""
 _KEPT = ("seconds", "step", "last", "in_epoch", "control", "callbacks", "sums")
 
 
@@ -44,11 +42,6 @@ def inner_of(optimizer: Any) -> Any:
 def dtypes_of(model: Any) -> dict[str, torch.dtype]:
     """Of its parameters."""
     return {name: value.dtype for name, value in model.named_parameters()}
-
-
-def _which(groups: Any) -> list[Record]:
-    """Which weights are in the model, by group of a schedule-free optimizer."""
-    return [{name: group[name] for name in (_WHICH,) if name in group} for group in groups]
 
 
 class _Own(msgspec.Struct):
@@ -264,13 +257,10 @@ class Training(adapter.Training):
         aux, values = split(aux)
         if own := self.recorder.read(step):
             aux = {**aux, rank: own}
-        which = _which(self._optimizer.param_groups)
-        exchanged = which != _which(boundary["torch"].groups[0])  # by an evaluation: saved as it is
+        which = shared.which_weights([self._optimizer.param_groups])
+        exchanged = which != shared.which_weights(boundary["torch"].groups)  # by an evaluation: saved as it is
         held, moved = ({}, "") if exchanged else (self._moving.held(step), self._moving.missing(step))
         dump = self.state.dump(boundary["torch"], shared.buffers_of(step, aux, self.recorder, [rank]) | held, None)
-        if exchanged:
-            groups = [group | mode for group, mode in zip(dump["optimizer"]["param_groups"], which, strict=True)]
-            dump["optimizer"] = dump["optimizer"] | {"param_groups": groups}
         for missing in filter(None, (moved, self._of_others(aux), *self._missing(values))):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
@@ -279,8 +269,8 @@ class Training(adapter.Training):
                          boundary["state"] | {"stateful_callbacks": callbacks})  # fmt: skip
         if self._require(step) is not boundary:
             raise NotSaveable(f"step {step} ended while it was being written")
-        if _which(self._optimizer.param_groups) != which:
-            raise NotSaveable("an optimizer has exchanged the weights while they were written (its train() or eval())")
+        if shared.which_weights([self._optimizer.param_groups]) != which:
+            raise NotSaveable(shared.EXCHANGED)
 
     def _of_others(self, aux: Mapping[int, bytes]) -> str:
         rank, size = self._place.rank, self._place.world_size
@@ -315,8 +305,7 @@ class Training(adapter.Training):
         for scheduler, state in zip(self.state.schedulers.values(), record["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
-            kept = {name: group[name] for name in (_WHICH,) if name in group}
-            group.update(values | kept)
+            shared.patch_group(group, values)
         for lost in self._values.restore(record, self._is_of_this_job(record)):
             self._session.note(lost)
         self._buckets.restore(record["buckets"])

@@ -21,7 +21,7 @@ from lastgasp.errors import LastgaspError
 from lastgasp.gasp.again import INCARNATION, LED, Again
 from lastgasp.gasp.joining import Code, code_of_this_process, different
 from lastgasp.gasp.rank_status import gone_on
-from lastgasp.pytorch.loop.bounded_store import BoundedStore
+from lastgasp.launch.bounded import BoundedStore
 from lastgasp.pytorch.loop.memory import Held
 from lastgasp.pytorch.loop.succession import Succession
 from lastgasp.session import Contact
@@ -97,7 +97,7 @@ class Meeting:
 
     def runs_other_code(self) -> str:
         """In what this process, which has taken a rank's place, differs from rank 0; empty if in nothing."""
-        told = self._store.get(CODE) if self._store.check([CODE]) else "{}"
+        told = self._store.get(CODE) if self._store.check(CODE) else "{}"
         return different(msgspec.json.decode(told, type=Code), code_of_this_process())
 
     def rebuild(self, lost: tuple[int, ...], grows: bool = False) -> None:

@@ -26,7 +26,7 @@ class OwnLoads:
         self._state, self._note = state, note
         self._before = _updates(state) | _epochs(state)
         self._path: Path | None = None
-        self._held: tuple[Mapping[str, int], list[Tensor]] = {}, []
+        self._held: tuple[Mapping[str, int], list[Tensor], list[Any]] = {}, [], []
 
     def require_older(self, path: Path, restarted: bool) -> None:
         """`path` was loaded.
@@ -55,16 +55,18 @@ class OwnLoads:
     def resumed(self, path: Path | None) -> None:
         """The session has resumed from `path`, if there was one, and the script goes on."""
         if path is not None:
-            self._path, self._held = path, (_updates(self._state), _some_values(self._state))
+            self._path = path
+            self._held = _updates(self._state), _some_values(self._state), self._state.which_weights()
 
     def opens(self) -> None:
         """The first update of a step is about to be made."""
         if self._path is None:
             return
-        path, self._path, (updates, values) = self._path, None, self._held
-        self._held = {}, []
+        path, self._path, (updates, values, which) = self._path, None, self._held
+        self._held = {}, [], []
         found = _some_values(self._state)
-        same = len(values) != len(found) or _same(values, found)
+        exchanged = which != self._state.which_weights()  # by the optimizer itself
+        same = exchanged or len(values) != len(found) or _same(values, found)
         if not same or updates != _updates(self._state):
             self._note(f"parameters or optimizer states were replaced between the resume from {path} and the first "
                        "update: by a checkpoint that the script loads itself? The position in the data, schedules and "

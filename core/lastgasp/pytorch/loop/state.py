@@ -40,6 +40,7 @@ from lastgasp.pytorch.own_dtypes import load_parts
 from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
+from lastgasp.pytorch.weight_modes import patch_group, which_weights
 from lastgasp.pytorch.zero import is_zero
 from lastgasp.topology import ReplicaGroups, data_parallel
 
@@ -299,11 +300,15 @@ class TorchState:
         live = copies.optimizers() if copies is not None else [o.state_dict() for o in self.optimizers.values()]
         for state, groups in zip(live, snapshot.groups, strict=True):
             for group, values in zip(state["param_groups"], groups, strict=True):
-                group.update(values)
+                patch_group(group, values)
         return self.dump_small(snapshot) | {
             "model": self.models.pack(models),
             "optimizer": self.optimizers.pack(live),
         }
+
+    def which_weights(self) -> list[Any]:
+        """Of all optimizers, which of their weights are in the models (`weight_modes`)."""
+        return which_weights(one.param_groups for one in self.optimizers.values())
 
     def dump_small(self, snapshot: Snapshot) -> dict[str, Any]:
         """The same without models and optimizers."""
@@ -381,7 +386,7 @@ class TorchState:
             self.extra_states.restore(modules)
             for optimizer, saved in zip(self.optimizers.values(), groups, strict=True):
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
-                    group.update(values)
+                    patch_group(group, values)
             self._fill_aux(*aux)
             self.flags.restore(flags, tell=False)
 

@@ -14,7 +14,7 @@ import threading
 import uuid
 
 from lastgasp import _clock
-from lastgasp.pytorch.loop.bounded_store import Says
+from lastgasp.launch.bounded import BoundedStore
 
 log = logging.getLogger("lastgasp")
 
@@ -36,7 +36,7 @@ class Succession:
         store: of torch's agent, that answers in bounded time. rank: this process's, or the one that it is to take.
     """
 
-    def __init__(self, store: Says, rank: int) -> None:
+    def __init__(self, store: BoundedStore, rank: int) -> None:
         self._store, self._rank = store, rank
         self._name, self._successor = "", ""
 
@@ -54,21 +54,21 @@ class Succession:
         if not self._name:
             return
         deadline = _clock.monotonic() + ANSWER
-        while not self._store.check([f"gives-way-{self._name}"]):  # a `wait` would not let `waits` through
+        while not self._store.check(f"gives-way-{self._name}"):  # a `wait` would not let `waits` through
             if _clock.monotonic() > deadline:
                 log.warning("the old process of rank %d does not say that it gives way", self._rank)
                 break
             threading.Event().wait(LOOK)
         self._store.set(f"taken-{self._name}", "")
         if self._store.get(key := f"successor-{self._rank}").decode() == self._name:  # nobody is to wait for it again
-            self._store.delete_key(key)
+            self._store.delete(key)
 
     # -- the old process --------------------------------------------------------------------------
 
     def look_for_successor(self) -> bool:
         """Whether a new process waits for this one's rank."""
         self._successor = ""
-        if not self._store.check([key := f"successor-{self._rank}"]):
+        if not self._store.check(key := f"successor-{self._rank}"):
             return False
         if (name := self._store.get(key).decode()) == self._name:  # this process itself, in an earlier switch
             return False
@@ -86,4 +86,4 @@ class Succession:
 
     def taken(self) -> bool:
         """Whether the new process has the rank."""
-        return bool(self._successor) and bool(self._store.check([f"taken-{self._successor}"]))
+        return bool(self._successor) and self._store.check(f"taken-{self._successor}")

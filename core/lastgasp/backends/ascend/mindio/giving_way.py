@@ -34,7 +34,6 @@ class GivingWay:
 
     Args:
         leave: ends the process at once.
-
     """
 
     def __init__(
