@@ -774,7 +774,7 @@ def check(name: str, folder: Path, most: int, caplog: pytest.LogCaptureFixture) 
         assert end is not None
         if not any(note in caplog.text for note in INEXACT.get(name, ())):
             assert differences(whole, end) == [], f"cut at tick {cut} of {ticks}"
-            assert name == "momentum-encoder" or "were replaced" not in caplog.text  # its forward pass does replace some
+            assert name == "momentum-encoder" or "were replaced" not in caplog.text  # it does so itself
         assert left <= ticks - cut + 12, f"cut at tick {cut} of {ticks}: {left} were done again"
 
 
