@@ -112,6 +112,7 @@ def training(args: argparse.Namespace) -> None:
             for batch in s.batches(loader):
                 TRICKS[args.trick](args, s)
                 while s.step >= GATE and not (args.dir / "go").exists():
+                    (args.dir / f"gate-{rank}").touch()
                     s.alive()
                     time.sleep(0.01)
                 while s.step == GATE and "TESTS_UNTIL_KEPT" in os.environ and not kept(s._run.recorder.fd):
