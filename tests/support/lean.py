@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 import tempfile
 import venv
@@ -23,6 +24,8 @@ ROOTS = ("lastgasp[lightning]",)
 @functools.cache
 def python() -> str:
     """The interpreter: of a virtual environment of links beside this one, made anew when its packages have changed."""
+    if os.environ.get("TESTS_DEVICE", "cpu") != "cpu":
+        return sys.executable  # of a machine with a card, whose packages are wherever they are
     found = sorted(_closure(ROOTS), key=lambda one: one.name)
     if "lastgasp" not in {one.name for one in found}:
         return sys.executable  # not installed, but on PYTHONPATH: nothing tells what it needs

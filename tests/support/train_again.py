@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState, train
 from lastgasp.pytorch.loop import again_here
-from support import again_faults
+from support import again_faults, card
 from support.again_faults import note
 from support.train_loop import evaluate
 
@@ -34,7 +34,8 @@ def network() -> nn.Module:
     """Wide enough that DDP rebuilds its buckets after the first step."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1))
+        net = nn.Sequential(nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1))
+    return net.to(card.device())
 
 
 class Objects:
@@ -43,7 +44,7 @@ class Objects:
     def __init__(self) -> None:
         self.net = network()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        self.scaler = torch.amp.GradScaler(card.device().type, init_scale=64.0, growth_interval=3)
 
 
 KEPT = Objects()
@@ -63,11 +64,12 @@ def main() -> None:
     parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    card.one_card()
     again_faults.install(args.dir)
     if args.full:
         vars(again_here)["available"] = lambda: 1000
     if args.outside:
-        dist.init_process_group("gloo")
+        dist.init_process_group(card.backend())
     train(stopped if args.stopped else training, args)
 
 
@@ -87,7 +89,7 @@ def training(args: argparse.Namespace) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     again_faults.at("function called")
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group(card.backend())
     again_faults.at("group made")
     rank, world = dist.get_rank(), dist.get_world_size()
     seed = 7 + 1000 * rank
@@ -119,11 +121,11 @@ def training(args: argparse.Namespace) -> None:
                     s.alive()
                     time.sleep(0.01)
                 again_faults.at("first step")
-                step(model, optimizer, scaler, batch)
+                step(model, optimizer, scaler, card.put(batch))
                 schedule.step()
                 note(args.dir, f"trained {os.getpid()} {s.step}")
                 again_faults.at("first update")
-            errors["all"].append(evaluate(net, x))
+            errors["all"].append(evaluate(net, x.to(card.device())))
         if args.trick == "ends":
             ends(args, s)
         note(args.dir, f"ended {os.getpid()} {s.step}")

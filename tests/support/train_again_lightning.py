@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from lastgasp.adapter import AdapterRun
 from lastgasp.pytorch.loop import again_here
 from lastgasp_lightning import LastGasp
-from support import again_faults
+from support import again_faults, card
 from support.again_faults import note
 
 GATE = 5
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--validate", action="store_true", help="before fit, so that ranks have met before")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    card.one_card()
     again_faults.install(args.dir)
     if args.full:
         vars(again_here)["available"] = lambda: 1000
@@ -234,7 +235,7 @@ def main() -> None:
     if args.configured:
         model.given = [ours]
     trainer = Trainer(
-        accelerator="cpu", devices=here, num_nodes=world // here, strategy="ddp", max_steps=STEPS, max_epochs=-1,
+        **card.trainer(here, world // here), strategy="ddp", max_steps=STEPS, max_epochs=-1,
         val_check_interval=3,
         accumulate_grad_batches=args.accumulate, log_every_n_steps=1, enable_model_summary=False,
         default_root_dir=args.dir, logger=loggers(args.dir / "logs", args.board),
@@ -242,7 +243,7 @@ def main() -> None:
     )  # fmt: skip
     if args.twice:
         Trainer(
-            accelerator="cpu", devices=here, num_nodes=world // here, strategy="ddp", callbacks=[LastGasp(args.dir)],
+            **card.trainer(here, world // here), strategy="ddp", callbacks=[LastGasp(args.dir)],
             max_steps=2, logger=False, enable_checkpointing=False, enable_model_summary=False,
         ).fit(Net(), DataLoader(data, batch_size=4))  # fmt: skip
     if args.validate:

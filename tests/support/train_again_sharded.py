@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lastgasp import arena
 from lastgasp.pytorch import Session, TorchState, train
 from lastgasp.pytorch.loop import again
-from support import again_faults, train_sharded, train_zero
+from support import again_faults, card, train_sharded, train_zero
 from support.again_faults import note
 
 GATE = 5
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--damaged", action="store_true", help="a bit of step 7 in the arena of rank 1 is flipped")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    card.one_card()
     again_faults.install(args.dir)
     if args.full:
         vars(arena)["available"] = lambda: 1000
@@ -76,7 +77,7 @@ def training(args: argparse.Namespace) -> None:
         note(args.dir, f"died {os.getpid()}")
         os.kill(os.getpid(), 9)
     again_faults.at("function called")
-    dist.init_process_group("gloo")
+    dist.init_process_group(card.backend())
     again_faults.at("group made")
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(7)
@@ -99,7 +100,7 @@ def training(args: argparse.Namespace) -> None:
                     s.alive()
                     time.sleep(0.01)
                 again_faults.at("first step")
-                step(args.shape, model, optimizer, inputs, wanted)
+                step(args.shape, model, optimizer, *card.put((inputs, wanted)))
                 schedule.step()
                 losses["count"] += 1
                 note(args.dir, f"trained {os.getpid()} {s.step}")
@@ -117,7 +118,7 @@ def made(args: argparse.Namespace, world: int) -> tuple[Any, Any]:
     if args.shape == "zero":
         return train_zero.made("plain")
     if args.outside and not _outside:
-        _outside.append(train_sharded.layers())
+        _outside.append(train_sharded.layers().to(card.device()))
     model = train_sharded.sharded(args.shape, world, _outside[0] if args.outside else None)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 

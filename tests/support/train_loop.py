@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState
 
+sys.path.append(str(Path(__file__).parents[1]))  # as a script of its own
+from support import card
+
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -36,9 +39,10 @@ def main() -> None:
     if args.processes:
         sys.exit(start(args.processes))
     torch.set_num_threads(1)
+    card.one_card()
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group(card.backend())
     seed = 7 + 1000 * rank  # other random numbers on each rank
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -48,7 +52,7 @@ def main() -> None:
     sampler: DistributedSampler[Any] | None = DistributedSampler(data) if world > 1 else None
     loader = DataLoader(data, batch_size=4, shuffle=sampler is None, sampler=sampler)
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1))
-    critic = nn.Linear(8, 1)
+    net, critic = net.to(card.device()), nn.Linear(8, 1).to(card.device())
     models: list[nn.Module] = [DistributedDataParallel(m) if world > 1 else m for m in (net, critic)]
     kind = torch.optim.LBFGS if args.shape == "closure" else torch.optim.Adam
     optimizers = [kind(m.parameters(), lr=0.01) for m in models][: 2 if args.shape == "adversary" else 1]
@@ -60,9 +64,9 @@ def main() -> None:
     with Session.open(args.dir, state=state, every=args.every, max_steps=args.steps, keep=9) as s:
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
-                turn(models, optimizers, batch)
+                turn(models, optimizers, card.put(batch))
                 schedule.step()
-            errors["all"].append(evaluate(net, x))
+            errors["all"].append(evaluate(net, x.to(card.device())))
     if args.final and rank == 0:
         final = {name: value.clone() for m in (net, critic) for name, value in m.state_dict().items()}
         torch.save({**final, "errors": torch.tensor(errors["all"])}, args.final)

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lastgasp.pytorch import Session, TorchState
 
+sys.path.append(str(Path(__file__).parents[1]))  # as a script of its own
+from support import card
+
 TEXT = torch.randint(16, (400,), generator=torch.Generator().manual_seed(1))
 
 
@@ -31,8 +35,9 @@ def main() -> None:
     parser.add_argument("--shape", default="nanogpt", choices=sorted(LOOPS))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    card.one_card()
     rank = int(os.environ.get("RANK", "0"))
-    dist.init_process_group("gloo")
+    dist.init_process_group(card.backend())
     seed = 7 + 1000 * rank
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -74,10 +79,10 @@ def nanogpt(directory: str, bad: float = 0.0) -> list[nn.Module]:
     Args:
         bad: how often a loss overflows, so that the scaler skips the update.
     """
-    net = Gpt()
+    net = Gpt().to(card.device())
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3, enabled=bad > 0)
+    scaler = torch.amp.GradScaler(card.device().type, init_scale=64.0, growth_interval=3, enabled=bad > 0)
     seen: dict[str, list[float]] = {"losses": []}
     with opened(directory, TorchState(model, optimizer, scaler=scaler, extra={"seen": seen})) as s:
         while s.step < 12:
@@ -87,7 +92,7 @@ def nanogpt(directory: str, bad: float = 0.0) -> list[nn.Module]:
                 seen["losses"].append(estimate_loss(net))
             for micro in range(2):
                 model.require_backward_grad_sync = micro == 1
-                x, y = get_batch()
+                x, y = card.put(get_batch())
                 loss = model(x, y) / 2
                 if float(torch.rand(())) < bad:
                     loss = loss * float("inf")
@@ -110,7 +115,7 @@ def overflowing(directory: str) -> list[nn.Module]:
 def estimate_loss(net: nn.Module) -> float:
     """Draws batches of its own."""
     net.eval()
-    loss = torch.stack([net(*get_batch()) for _ in range(2)]).mean()
+    loss = torch.stack([net(*card.put(get_batch())) for _ in range(2)]).mean()
     net.train()
     dist.all_reduce(loss)
     return float(loss)

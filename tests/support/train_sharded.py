@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script of its own
+from support import card
 
 BATCHES = 5
 SHAPES = ("plain", "hybrid", "accumulated", "summed", "half", "offload", "checkpointed")
@@ -34,7 +38,8 @@ def main() -> None:
     parser.add_argument("--shape", default="plain", choices=SHAPES)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    card.one_card()
+    dist.init_process_group(card.backend())
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(7)
     model = sharded(args.shape, world)
@@ -49,7 +54,8 @@ def main() -> None:
     state = TorchState(model, optimizer, schedule, sampler=sampler, extra={"losses": losses})
     with Session.open(args.dir, state=state, every=args.every, max_steps=args.steps, arena=args.arena, keep=9) as s:
         for _ in s.epochs(1000):
-            for inputs, wanted in s.batches(loader):
+            for batch in s.batches(loader):
+                inputs, wanted = card.put(batch)
                 optimizer.zero_grad()
                 parts = 2 if args.shape in ("accumulated", "summed") else 1
                 for i, (a, b) in enumerate(zip(inputs.chunk(parts), wanted.chunk(parts), strict=True)):
@@ -75,7 +81,7 @@ def layers() -> nn.Sequential:
 
 def sharded(shape: str, world: int, model: nn.Module | None = None) -> nn.Module:
     """The same model on any number of ranks."""
-    model = layers() if model is None else model
+    model = layers().to(card.device()) if model is None else model
     policy: dict[str, Any] = {}
     if shape == "half":
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -85,9 +91,9 @@ def sharded(shape: str, world: int, model: nn.Module | None = None) -> nn.Module
         inner = (checkpoint_wrapper(one) if isinstance(one, nn.Linear) else one for one in model.children())
         model = nn.Sequential(*inner)
     if shape == "hybrid":
-        policy["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        policy["mesh"] = init_device_mesh(card.device().type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:
-        policy["mesh"] = init_device_mesh("cpu", (world,))
+        policy["mesh"] = init_device_mesh(card.device().type, (world,))
     for layer in model.children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, **policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lastgasp_lightning import LastGasp
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script of its own
+from support import card
 
 
 class Tiny(LightningModule):
@@ -76,12 +80,14 @@ def main() -> None:
     parser.add_argument("--no-periodic", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    seed_everything(7 + 1000 * int(os.environ.get("LOCAL_RANK", "0")))  # other random numbers on each rank
+    card.one_card()
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    seed_everything(7 + 1000 * rank)  # other random numbers on each rank
     x = torch.randn(4 * 5 * args.devices, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     periodic = [] if args.no_periodic else [ModelCheckpoint(args.dir, "{step}", every_n_train_steps=4, save_top_k=-1)]
     trainer = Trainer(
-        accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto",
+        **card.trainer(args.devices), strategy="ddp" if args.devices > 1 else "auto",
         max_steps=args.steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, enable_checkpointing=bool(periodic),
         callbacks=[*periodic, *([] if args.no_callback else own_callbacks(args.dir, args.steps))],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script of its own
+from support import card
 
 VOCABULARY, LENGTH = 50, 8
 
@@ -105,7 +109,7 @@ def arguments(directory: str, shape: str) -> TrainingArguments:
     """Twelve steps: two epochs of six."""
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "num_train_epochs": 2.0, "learning_rate": 1e-2,
                              "logging_steps": 3, "save_steps": 4, "data_seed": 5, "seed": 7, "report_to": [],
-                             "use_cpu": True, "disable_tqdm": True}  # fmt: skip
+                             "use_cpu": card.KIND != "cuda", "disable_tqdm": True}  # fmt: skip
     return TrainingArguments(directory, **(given | SHAPES[shape]))
 
 
@@ -135,6 +139,7 @@ def main() -> None:
     parser.add_argument("--resume", help="for Trainer.train")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    card.one_card()
     wanted = arguments(args.dir, args.shape)
     callbacks: list[Any] = [OwnRandomNumbers()]
     if "metric_for_best_model" in SHAPES[args.shape]:
