@@ -38,11 +38,16 @@ def apply() -> None:
         vars(typing)["override"] = lambda method: method
     for name in _STUBS:
         sys.modules[name] = _Stub(name)
-    _no_compiler()
     _factories()
     _moves()
     _cuda()
     _random()
+    apply_to_wheel()
+
+
+def apply_to_wheel() -> None:
+    """What the wheel lacks by itself, on a GPU as well: apex, and the Makefile of its helpers. No compiler, either."""
+    _no_compiler()
     sys.modules["apex.optimizers"] = _apex()  # and no apex itself: its layer norm is probed for by that name
     _helpers()
 

@@ -14,6 +14,7 @@ import pytest
 
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
+from support import card
 from support.disturbed import READY, warm_for
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
@@ -59,7 +60,8 @@ def disturbed(job: GptJob, faults: str, **variables: str) -> Iterator[Running]:
     go, log = job.folder / "go", job.folder / "faults.log"
     (job.folder / "losses").mkdir(parents=True)
     environment = {"LASTGASP_WARM": warm_for(faults), "LASTGASP_LOG": "debug", "HOLD": str(go)}
-    environment |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)} | variables
+    asked = {} if card.KIND == "cpu" else {"LASTGASP_RECOVERY": "auto"}  # the default there is `restart`
+    environment |= asked | {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(log)} | variables
     waits = ["--distributed-timeout-minutes", "6"]  # pipeline stages, for a rank that is held until then
     with running(job.folder, [*job.command(), *waits], **(job.environment() | environment)) as [started]:
         if environment["LASTGASP_WARM"] != "off":

@@ -23,6 +23,9 @@ from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
 log = logging.getLogger("lastgasp.launch")
 
 SWITCH = "LASTGASP_WARM"
+WITHOUT_DEVICE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""For the imports: modules that ask torch for a GPU (torch.utils.cpp_extension does) would initialize CUDA, after which
+no fork can use it. Asked through NVML torch leaves it alone."""
 NOT_YET = "no rank has completed a step that long before"
 
 
@@ -157,7 +160,7 @@ class Warm:
         if why := ranks.cannot():
             raise NoFork(why)
         own = ranks.own()
-        environment = {name: value for name, value in os.environ.items() if name not in own}
+        environment = WITHOUT_DEVICE | {name: value for name, value in os.environ.items() if name not in own}
         plan = msgspec.to_builtins(found) | {"own": sorted(own), "command": list(ranks.command)}
         self._begun, self._known = _clock.monotonic(), times(found.modules)
         self._process = WarmProcess(ranks.command, environment, plan)

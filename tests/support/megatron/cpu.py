@@ -1,6 +1,8 @@
 """The shim of examples/megatron_gpt, under the name that the tests' own script imports, and what experts need besides:
 an event that a stream has recorded, an exchange whose sizes are tensors where they are moved from no GPU, and a norm
 for sequence parallelism, without which Megatron trains no experts with tensor parallelism.
+
+On a card (`support.card`) there is no shim: only what the wheel lacks without apex and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -15,7 +17,22 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "examples/megatron_gpt
 
 import megatron_on_cpu
 
-__all__ = ["apply"]
+from support import card
+
+__all__ = ["apply", "apply_here"]
+
+
+def apply_here() -> None:
+    """For a rank: as `apply`, or on a card what makes its numbers the same each time."""
+    card.one_card()
+    if card.KIND != "cuda":
+        apply()
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what has no such way is said by a warning
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    megatron_on_cpu.apply_to_wheel()
+    if "--sequence-parallel" in sys.argv:
+        _norms()
 
 
 def apply() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgasp.testing.jobs import Finished, run_job
+from support import card
 from support.megatron import place
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
@@ -20,9 +21,12 @@ _MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden
 _TRAINING = """--micro-batch-size 2 --global-batch-size 8 --train-iters 60 --lr 0.01 --min-lr 0.001
 --lr-decay-iters 60 --lr-warmup-iters 2 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01 --log-interval 1
 --eval-iters 0 --eval-interval 1000 --distributed-timeout-minutes 1"""
-_CPU = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
+_PLAIN = f"""--transformer-impl local --distributed-backend {card.backend()} --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
 --no-persist-layer-norm"""
+
+_CARD = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Between hosts, which the ranks of a card are: the same sums each time, and a dead rank does not end the others."""
 
 DIST_OPT = "--use-distributed-optimizer"
 TWO_INSTANCES = f"{DIST_OPT} --num-distributed-optimizer-instances 2"
@@ -78,7 +82,7 @@ class GptJob:
         launch = [sys.executable, *start, *self.launch_options, str(self.script)]
         where = ["--save", str(self.checkpoints), "--load", str(self.checkpoints), "--ckpt-format", "torch"]
         ends = ["--save-interval", str(self.every), "--exit-interval", str(self.last)]
-        return [*launch, *_MODEL.split(), *_TRAINING.split(), *_CPU.split(), *where, *ends, *self.flags.split()]
+        return [*launch, *_MODEL.split(), *_TRAINING.split(), *_PLAIN.split(), *where, *ends, *self.flags.split()]
 
     def environment(self) -> dict[str, str]:
         """That of this process, with what Megatron needs."""
@@ -87,11 +91,11 @@ class GptJob:
         own = {
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "LOSSES_DIR": str(self.losses_folder),
         }
-        return os.environ | own
+        return os.environ | own | (_CARD if card.KIND == "cuda" else {})
 
     def run(self, environ: Mapping[str, str] | None = None, *, timeout: float = 300.0) -> Finished:
         """Run it to its end, or to `timeout` seconds; `environ` is added to its environment."""

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from support.megatron import cpu
 
-    cpu.apply()
+    cpu.apply_here()
 
 import torch
 from megatron.core.enums import ModelType
@@ -87,7 +87,7 @@ def loss_of(batch: Any, out: torch.Tensor) -> Any:
 def forward_step(data: Any, model: torch.nn.Module) -> Any:
     """As Megatron wants it."""
     MODELS[:] = [model]
-    batch = next(data)
+    batch = {name: value.cuda(non_blocking=True) for name, value in next(data).items()}
     return model(batch["x"]), partial(loss_of, batch)
 
 

@@ -33,7 +33,7 @@ if __name__ in ("__main__", "__mp_main__"):  # spawned children of torch_dist's 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from support.megatron import cpu
 
-    cpu.apply()
+    cpu.apply_here()
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -121,6 +121,7 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
     batch = next(iterator)
     if os.environ.get("SAMPLES"):
         note_samples(batch["tokens"], model.training)
+    batch = {name: value.cuda(non_blocking=True) for name, value in batch.items()}
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])
 
