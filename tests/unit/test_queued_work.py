@@ -13,6 +13,7 @@ import torch
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.rank_status import RankStatus, Released, given_up
 from lastgasp.pytorch import queued as queued_module
+from lastgasp.pytorch.aborting import WATCHDOG
 from lastgasp.pytorch.queued import QueuedWork
 from support.accelerator import Accelerator
 
@@ -193,13 +194,13 @@ def test_a_device_that_does_not_come_to_its_update_is_not_waited_for_without_end
 def test_that_torch_ends_survivors_of_other_hosts_is_said(
     value: str | None, hosts: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    variables = {"WORLD_SIZE": str(2 * hosts), "LOCAL_WORLD_SIZE": "2", "RANK": "0", queued_module.WATCHDOG: value}
+    variables = {"WORLD_SIZE": str(2 * hosts), "LOCAL_WORLD_SIZE": "2", "RANK": "0", WATCHDOG: value}
     for name, content in variables.items():
         monkeypatch.delenv(name, raising=False)
         if content is not None:
             monkeypatch.setenv(name, content)
     Training()
-    assert (queued_module.WATCHDOG in caplog.text) == told
+    assert (WATCHDOG in caplog.text) == told
 
 
 def test_while_a_graph_is_captured_no_event_is_asked_for() -> None:
@@ -244,3 +245,117 @@ def test_what_was_queued_is_waited_for() -> None:
     done[0] = True
     training.work.settle()
     QueuedWork([]).settle()
+
+
+class Nccl:
+    """Communicators that can be aborted: the collective that waits for the peer ends then, and nothing says so."""
+
+    def __init__(self, training: Training, monkeypatch: pytest.MonkeyPatch, number: int = 1) -> None:
+        self.training, self.why, self.number, self.aborts = training, "", number, 0
+        for name in ("failure", "groups_number", "uses_nccl", "abort_groups"):
+            monkeypatch.setattr(queued_module, name, getattr(self, name))
+
+    def failure(self) -> str:
+        """As `aborting`'s."""
+        return self.why
+
+    def groups_number(self) -> int:
+        """As `aborting`'s."""
+        return self.number
+
+    def uses_nccl(self) -> bool:
+        """As `aborting`'s."""
+        return True
+
+    def abort_groups(self, number: int) -> bool:
+        """As `aborting`'s."""
+        if number != self.number:
+            return False
+        self.aborts, self.why = self.aborts + 1, "its communicators were aborted"
+        self.training.peer.set()
+        return True
+
+
+def test_gradients_that_an_abort_has_let_go_are_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    nccl = Nccl(training, monkeypatch)
+    training.peer.clear()
+    raised = list[str]()
+
+    def train() -> None:
+        try:
+            training.step()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    assert nccl.abort_groups(1)
+    thread.join(60.0)
+    assert "NCCL" in raised[0] and "were aborted" in raised[0]
+    assert (training.weights, training.status.step, training.status.consistent) == (0, 0, True)
+
+
+def test_a_collective_that_has_failed_and_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link is down, and all ranks live: nobody else would notice."""
+    training = Training()
+    Nccl(training, monkeypatch).why = "torch says COMM_ERROR"
+    training.peer.clear()
+    with pytest.raises(RuntimeError, match="COMM_ERROR"):
+        training.step()
+    assert (training.weights, training.status.step, training.status.consistent) == (0, 0, True)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_thread_that_is_to_enter_its_training_again_is_freed_unless_it_has(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never is the communicator aborted that it has made since."""
+    training = Training()
+    nccl = Nccl(training, monkeypatch)
+    monkeypatch.setattr(queued_module, "FREED_AFTER", 0.05)
+    free, numbers = training.status.free, iter([1, 1, *[2] * 99])
+    assert free is not None
+    if later:
+        monkeypatch.setattr(queued_module, "groups_number", lambda: next(numbers))
+        nccl.number = 2
+    free()
+    assert nccl.aborts == (0 if later else 1)
+
+
+def test_what_an_abort_has_let_go_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective of the update itself, as ZeRO has it: behind an abort its end says nothing."""
+    training = Training()
+    Nccl(training, monkeypatch)
+    monkeypatch.setattr(queued_module, "FREED_AFTER", 0.0)
+    training.peer.clear()
+    training.module.training.give(training.peer.is_set)
+    training.work.mark()
+    training.work.free()
+    with pytest.raises(NotSaveable, match="aborted before"):
+        training.read()
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_device_whose_queue_is_full_is_made_to_take_work(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work behind a collective that never ends: at some point no thread can give the device any more."""
+    training = Training()
+    nccl = Nccl(training, monkeypatch)
+    monkeypatch.setattr(queued_module, "TAKES_WORK", 0.05)
+    training.step()
+    if not takes:
+        training.peer.clear()
+    monkeypatch.setattr(queued_module, "_copy_one", lambda device: training.peer.wait(60.0))
+    assert training.read() == 1
+    assert nccl.aborts == (not takes)
+
+
+def test_a_stream_is_taken_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives out its streams in turn, and NCCL has one of them."""
+    training = Training()
+    training.step()
+    given = iter([False, False, True])
+    kind = type(training.module.training)
+    monkeypatch.setattr(kind, "query", lambda self: next(given), raising=False)
+    assert training.read() == 1
+    assert len(training.module.made) == 3

@@ -399,6 +399,8 @@ class Processor:
             self._status.release(outcome)
             if outcome.again is not None and (gone := outcome.again.vanished):
                 self._spawn("cut", lambda: self._status.cut_off(gone))
+            if outcome.again is not None and (free := self._status.free) is not None:
+                self._spawn("free", free)
 
     def _try_send(self, message: m.Message) -> bool:
         link = self._link

@@ -70,12 +70,14 @@ class RankStatus:
         look: called by the control thread before it reads `step` and `consistent` in a recovery. An adapter whose steps
             cannot be stopped from Python (a compiled graph) updates `step` and `unsettled` there; must not wait.
         cannot_again: called by the control thread in a recovery: why the training cannot be entered again, or empty.
+        doomed: as `cannot_again`, whatever the framework: what would end this process before long.
         ends: called by the control thread in a recovery: this rank's ends of its connections to other hosts.
         all_run: set by `hold`: no rank has stopped, so the training thread will reach the gate normally.
         since: monotonic time of the last call of `hold`.
         recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
         entered: False while the training is about to be entered again.
         from_files: entered again, it begins with the newest checkpoint (`messages.Begin`).
+        free: called on a thread of its own once the training is to be entered again, should it wait for ever.
         cut_off: called when ranks are missing from now on whose hosts, with these addresses, may have vanished.
         fewer: whether it may be with fewer ranks then (`messages.Begin`).
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
@@ -94,8 +96,10 @@ class RankStatus:
         self.outcome: Release | None = None
         self.look: Callable[[], None] = _up_to_date
         self.cannot_again: Callable[[], str] = str
+        self.doomed: Callable[[], str] = str
         self.ends: Callable[[], tuple[str, ...]] = tuple
         self.cut_off: Callable[[tuple[str, ...]], None] = lambda addresses: None
+        self.free: Callable[[], None] | None = None
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
@@ -189,7 +193,7 @@ class RankStatus:
     def why_not_again(self) -> str:
         """Why its training cannot be entered again now; empty where it can, or may not in any case."""
         try:
-            return self.cannot_again()
+            return self.cannot_again() or self.doomed()
         except Exception as error:  # raised by the adapter; the calling threads must survive it
             return f"it is not known whether it can be entered again: {one_line(error)}"
 

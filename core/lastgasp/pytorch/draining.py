@@ -1,4 +1,4 @@
-"""Lets an accelerator finish what was queued, before process groups are dropped."""
+"""Lets an accelerator finish what was queued, before process groups are dropped; what cannot be finished is aborted."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 from lastgasp import _clock
+from lastgasp.pytorch.aborting import abort_groups, failure
 
-DRAIN = 5.0
+DRAIN = 2.0
 """Seconds that the work queued on an accelerator gets to end before the process groups are dropped."""
 
 
 def drain() -> None:
     """Let queued work end before its process groups are aborted: an abort during transfers can cost the whole node.
 
-    Run with a stand-in alone: no machine with several accelerators was at hand.
+    It is not waited for where NCCL has failed, since it would never end. Run with one GPU, whose ranks talk over
+    sockets; no machine with several was at hand.
     """
     try:
         kind = torch.accelerator.current_accelerator()
@@ -28,5 +30,6 @@ def drain() -> None:
         return
     deadline, done = _clock.monotonic() + DRAIN, module.Event()
     done.record(module.current_stream())
-    while not done.query() and _clock.monotonic() < deadline:
+    while not done.query() and _clock.monotonic() < deadline and not failure():
         os.sched_yield()
+    abort_groups()

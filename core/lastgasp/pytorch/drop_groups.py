@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lastgasp.pytorch.aborting import dropped
+
 log = logging.getLogger("lastgasp")
 
 GRACE = 1.0
@@ -36,6 +38,7 @@ def drop_groups(wrapped: list[Any]) -> None:
     wrapped.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    dropped()
     _forget_meshes()
     if not groups:
         return

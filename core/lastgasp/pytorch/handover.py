@@ -60,8 +60,9 @@ def _taken(source: int) -> Any:
 
 
 def _device() -> torch.device:
-    cuda = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    """Of tensors that the default group takes: on the host, if it takes any from there ("cpu:gloo,cuda:nccl")."""
+    host = dist.get_backend() != "nccl" or "cpu:" in str(dist.get_backend_config())
+    return torch.device("cpu") if host else torch.device("cuda", torch.cuda.current_device())
 
 
 def _encoded(value: Any) -> Tensor:

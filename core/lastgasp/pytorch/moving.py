@@ -35,10 +35,13 @@ class MovingParameters:
     Args:
         module: whose parameters; what is added to it later does not count.
         note: reports what people must know (`Session.note`).
+        copied: called when copies have been queued that a gasp may read, and no end of a step follows.
     """
 
-    def __init__(self, module: nn.Module, note: Callable[[str], object]) -> None:
-        self._note = note
+    def __init__(
+        self, module: nn.Module, note: Callable[[str], object], copied: Callable[[], object] = lambda: None
+    ) -> None:
+        self._note, self._copied = note, copied
         self._all: list[_Where] = [
             (f"{prefix}.{name}" if prefix else name, child._parameters, name)
             for prefix, child in module.named_modules()
@@ -54,6 +57,11 @@ class MovingParameters:
         self._aside: list[tuple[_Where, Seen]] | None = []
         self._aside_kept: dict[str, Tensor] = {}
         self._last = -1
+
+    @classmethod
+    def of(cls, state: Any, note: Callable[[str], object], copied: Callable[[], object]) -> MovingParameters:
+        """Those of a loop's `TorchState`; none where its models are sharded."""
+        return cls(nn.Module() if state.sharded else state.container, note, copied)
 
     def closes(self, step: int) -> None:
         """A step has ended: copy what moves, and look at some of the rest."""
@@ -86,6 +94,7 @@ class MovingParameters:
             try:
                 found = ((where[0], _live(where)) for where in self._all)
                 self._aside_kept = {name: p.detach().clone() for name, p in found if p is not None}
+                self._copied()
             except RuntimeError as error:  # no memory for it; `missing` says what that costs
                 log.info("parameters cannot be copied before a validation: %s", str(error).splitlines()[0])
 

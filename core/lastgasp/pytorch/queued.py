@@ -6,13 +6,18 @@ The host queues an update only when all before it is done, the gradients' collec
 that is complete by the host's count will be complete on the device without any peer. And a gasp reads on streams of its
 own (`reading`), behind the update and beside all later work.
 
-Run with stand-ins for streams alone: no machine with two accelerators was at hand.
+Where the host goes on to queue work behind a collective that never ends, the device takes no more work at some point,
+of no thread and for no stream: then communicators are aborted before a gasp reads. So they are where a training thread
+waits for such work, once the training is to be entered again (`free`).
+
+Run on one GPU, whose ranks talk over sockets; no machine with two was at hand.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,14 +27,22 @@ import torch
 
 from lastgasp import _clock
 from lastgasp.errors import NotSaveable
+from lastgasp.gasp.rank_status import Released
+from lastgasp.pytorch.aborting import WATCHDOG, abort_groups, failure, groups_number, uses_nccl, why_not_again
 from lastgasp.session import Session
 
 log = logging.getLogger("lastgasp")
 
 LONGEST = 30.0
 """Seconds that a gasp waits for the device to end an update that it has been given."""
-WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""1 where torchrun sets it: all processes are ended. 0 leaves that to others."""
+FREED_AFTER = 3.0
+"""Seconds that a training thread which is to enter its training again may need to come by itself."""
+TAKES_WORK = 1.0
+"""Seconds within which a device takes a small copy, if it takes any."""
+_STREAMS = 33
+"""One more than torch has of them: it gives out each in turn, and NCCL's are among them."""
+_EVERY = 64
+"""How many times the end of work is asked for before it is asked whether a collective has failed."""
 _PAUSE, _LONG_PAUSE = 20e-6, 1e-3
 _NEEDED = ("Event", "Stream", "stream", "device", "current_stream")
 
@@ -46,7 +59,7 @@ class QueuedWork:
         self._module = module if module is not None or not found else _module_of(found[0])
         self._devices = found if self._module is not None else []
         self._gradients, self._update = self._events(), self._events()
-        self._marked = False
+        self._marked = self._torn = False
 
     def gate(self, session: Session) -> Callable[[], None]:
         """`session.before_update` for a training thread that gives its work to a device.
@@ -58,6 +71,7 @@ class QueuedWork:
         if not self._devices or session.backend.backend != "embedded":
             return before_update
         status = session.status
+        status.free, status.doomed = self.free, why_not_again
         _warn_of_watchdog(self._devices[0])
 
         def wait_then_ask() -> None:
@@ -67,13 +81,18 @@ class QueuedWork:
             self._record(self._gradients)
             if status.inside:  # a further optimizer of the same step, which can only be finished
                 self._wait(lambda: status.outcome is not None)
+                if why := failure():
+                    raise _torn_gradients(why) if status.outcome is None else Released(status.outcome)
                 return
             while True:
                 self._wait(lambda: status.closed)
                 before_update()
-                if self._done(self._gradients):
+                why = failure()
+                if self._done(self._gradients) and not why:
                     return
                 status.not_yet()  # the gate was closed, and has opened again; it may close once more
+                if why:
+                    raise _torn_gradients(why)
 
         return wait_then_ask
 
@@ -93,15 +112,12 @@ class QueuedWork:
         """Run the block behind the mark, and not behind any later work of the training thread. On any thread.
 
         Raises:
-            NotSaveable: the device does not come to the mark.
+            NotSaveable: the device does not come to the mark, or takes no work.
         """
-        deadline = _clock.monotonic() + LONGEST
-        while self._marked and not self._done(self._update):
-            if _clock.monotonic() > deadline:
-                raise NotSaveable(f"the accelerator has not made the update that it was given, for {LONGEST:g} s")
-            time.sleep(_PAUSE)
+        self._await_update()
+        self._takes_work()
         with ExitStack() as stack:
-            own = [self._module.Stream(device) for device in self._devices]
+            own = [self._idle_stream(device) for device in self._devices]
             for device, stream in zip(self._devices, own, strict=True):
                 stack.enter_context(self._module.device(device))
                 stack.enter_context(self._module.stream(stream))
@@ -109,11 +125,81 @@ class QueuedWork:
             for stream in own:
                 stream.synchronize()
 
+    def let_copy(self) -> None:
+        """Before the training thread copies on its own stream: have nothing on it wait for ever. No update may follow.
+
+        Raises:
+            NotSaveable: the device does not come to the mark.
+        """
+        self._await_update()
+        number, deadline, queued = groups_number(), _clock.monotonic() + TAKES_WORK, self._events()
+        self._record(queued)
+        while not self._done(queued) and _clock.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        if not self._done(queued):
+            self._abort(number)
+
+    def _await_update(self) -> None:
+        deadline = _clock.monotonic() + LONGEST
+        while self._marked and not self._done(self._update):
+            if _clock.monotonic() > deadline:
+                raise NotSaveable(f"the accelerator has not made the update that it was given, for {LONGEST:g} s")
+            time.sleep(_PAUSE)
+        if self._torn:
+            raise NotSaveable("its communicators were aborted before the accelerator had made the update")
+
+    def free(self) -> None:
+        """The training is to be entered again: should its thread not come by itself, end what it may wait for."""
+        number, deadline = groups_number(), _clock.monotonic() + FREED_AFTER
+        while groups_number() == number and _clock.monotonic() < deadline:
+            time.sleep(_LONG_PAUSE)
+        self._abort(number)
+
+    def _abort(self, number: int) -> bool:
+        torn = self._marked and not self._done(self._update)
+        if torn and groups_number() == number:
+            self._torn = True  # before an event says what it would say of an update, too
+        return abort_groups(number)
+
+    def _takes_work(self) -> None:
+        """See that the device takes work, and make it do so, at the cost of collectives that nobody needs any more.
+
+        Raises:
+            NotSaveable: it does not.
+        """
+        taken, number = threading.Event(), groups_number()
+
+        def copy() -> None:
+            try:
+                for device in self._devices:
+                    with self._module.device(device), self._module.stream(self._idle_stream(device)):
+                        _copy_one(device)
+            finally:
+                taken.set()  # what has failed fails again, where somebody sees it
+
+        if not uses_nccl():
+            return
+        threading.Thread(target=copy, name="lastgasp-takes-work", daemon=True).start()
+        if taken.wait(TAKES_WORK) or (self._abort(number) and taken.wait(LONGEST)):
+            return
+        if not taken.wait(LONGEST):
+            raise NotSaveable(f"the accelerator takes no work, for {LONGEST:g} s")
+
+    def _idle_stream(self, device: torch.device) -> Any:
+        """One with nothing on it: torch gives out streams in turn, NCCL's with a collective that never ends too."""
+        for _ in range(_STREAMS):
+            found = self._module.Stream(device)
+            if not hasattr(found, "query") or found.query():
+                break
+        return found
+
     def _wait(self, ends: Callable[[], bool]) -> None:
-        pause = _PAUSE
+        pause, asked = _PAUSE, 0
         while not self._done(self._gradients) and not ends():
             time.sleep(pause)
-            pause = min(pause * 1.02, _LONG_PAUSE)
+            pause, asked = min(pause * 1.02, _LONG_PAUSE), asked + 1
+            if asked % _EVERY == 0 and failure():
+                return
 
     def _events(self) -> list[Any]:
         return [self._module.Event() for _ in self._devices]
@@ -128,6 +214,14 @@ class QueuedWork:
     def _capturing(self) -> bool:
         asked = getattr(self._module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
+
+
+def _copy_one(device: torch.device) -> None:
+    torch.empty(1, device=device).cpu()
+
+
+def _torn_gradients(why: str) -> RuntimeError:
+    return RuntimeError(f"a collective of NCCL has failed ({why}): the gradients of this step are not whole")
 
 
 def _warn_of_watchdog(device: torch.device) -> None:

@@ -293,6 +293,7 @@ class ShardedSource(ShardedSaves):
         if step in steps(self.arena.fd, self.arena.identity):
             return
         self.require(step)
+        self.recorder.queued.let_copy()
         self.settle_buffers(step)
         if missing := self._extra_states.missing(self._extra_of(step)):
             self.life.session.note(missing)

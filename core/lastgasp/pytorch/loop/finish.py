@@ -58,5 +58,6 @@ def finish_step(run: Any, cause: str) -> bool:
                           "what follows the update there was not repeated")  # fmt: skip
     run.finished(snapshot)
     update.close(NOTHING)
+    run.recorder.queued.mark()
     run.engine.step_completed(step)
     return True

@@ -163,7 +163,7 @@ class Run:
         self._unseen = UnseenUpdates(state, self.engine.note)
         self._replicas = watch_replicas(state, life)
         self.not_saved = NotSaved(state, self._again_here.kept, self.engine.note)
-        self.moving = MovingParameters(torch.nn.Module() if state.sharded else state.container, self.engine.note)
+        self.moving = MovingParameters.of(state, self.engine.note, self.recorder.queued.mark)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
@@ -262,6 +262,7 @@ class Run:
 
     def _safe(self) -> None:
         """A copy of the state before the update is complete: it can be saved whatever happens in this step."""
+        self.recorder.queued.mark()
         self.engine.status.inside = False
 
     def body_over(self) -> None:
@@ -300,6 +301,7 @@ class Run:
         self.not_saved.step_over()
         self.schedules.closes()
         self.update.close(since)
+        self.recorder.queued.mark()  # once more: what was copied since
         self.engine.step_completed(step)
         self._again_here.forget()
         self._others.step_over()

@@ -1,0 +1,110 @@
+"""Communicators of NCCL are aborted side by side, within bounded time, and never those of a later process group."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lastgasp.pytorch import aborting
+
+
+class ProcessGroupNCCL:
+    """Of torch's what is used. `both`: an abort waits for that of the other one."""
+
+    def __init__(self, both: threading.Barrier | None = None) -> None:
+        self._both, self.aborted, self.error = both, threading.Event(), "SUCCESS"
+
+    def abort(self) -> None:
+        """Ends once the other one is aborted, too."""
+        if self._both is not None:
+            self._both.wait(60.0)
+        self.aborted.set()
+
+    def get_error(self) -> Any:
+        """As torch's."""
+        return SimpleNamespace(name=self.error)
+
+
+class Group:
+    """torch's, with a backend for CUDA or none."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: Any) -> Any:
+        if self._backend is None:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return self._backend
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the process groups of this process."""
+
+    def groups(*backends: Any) -> None:
+        world = SimpleNamespace(pg_map={Group(one): "" for one in backends})
+        monkeypatch.setattr(distributed_c10d, "_world", world)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+
+    yield groups
+    aborting.dropped()
+
+
+def test_all_are_aborted_at_once(made: Any) -> None:
+    both = threading.Barrier(2)
+    first, second = ProcessGroupNCCL(both), ProcessGroupNCCL(both)
+    made(first, SimpleNamespace(wrapped_pg=second), None)
+    assert aborting.failure() == ""
+    assert aborting.abort_groups()
+    assert first.aborted.is_set() and second.aborted.is_set()
+    assert "aborted" in aborting.failure()
+    aborting.dropped()
+    assert aborting.failure() == ""
+
+
+def test_one_that_does_not_end_is_not_waited_for_without_end(
+    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(aborting, "LIMIT", 0.05)
+    both = threading.Barrier(2)
+    made(ProcessGroupNCCL(both))
+    assert aborting.abort_groups()
+    assert "could not be aborted within" in caplog.text
+    both.abort()
+
+
+def test_those_of_a_later_process_group_are_left_alone(made: Any) -> None:
+    before = aborting.groups_number()
+    aborting.dropped()
+    made(later := ProcessGroupNCCL())
+    assert not aborting.abort_groups(before)
+    assert not later.aborted.is_set() and aborting.failure() == ""
+
+
+def test_an_error_that_torch_knows_of_is_told(made: Any) -> None:
+    made(ProcessGroupNCCL(), failed := ProcessGroupNCCL())
+    failed.error = "COMM_ERROR"
+    assert aborting.failure() == "torch says COMM_ERROR"
+
+
+@pytest.mark.parametrize(("value", "doomed"), [("0", False), ("1", True), (None, True)])
+def test_a_process_that_torch_would_end_is_not_entered_again(
+    value: str | None, doomed: bool, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(aborting.WATCHDOG, raising=False)
+    if value is not None:
+        monkeypatch.setenv(aborting.WATCHDOG, value)
+    made(None)
+    assert aborting.why_not_again() == ""
+    made(ProcessGroupNCCL())
+    assert (aborting.WATCHDOG in aborting.why_not_again()) == doomed
+
+
+def test_without_nccl_there_is_nothing_to_abort(made: Any) -> None:
+    made(None)
+    assert not aborting.abort_groups() and aborting.failure() == ""
