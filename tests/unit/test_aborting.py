@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lastgasp.nccl import WATCHDOG
 from lastgasp.pytorch import aborting
 
 
@@ -96,13 +97,13 @@ def test_an_error_that_torch_knows_of_is_told(made: Any) -> None:
 def test_a_process_that_torch_would_end_is_not_entered_again(
     value: str | None, doomed: bool, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(aborting.WATCHDOG, raising=False)
+    monkeypatch.delenv(WATCHDOG, raising=False)
     if value is not None:
-        monkeypatch.setenv(aborting.WATCHDOG, value)
+        monkeypatch.setenv(WATCHDOG, value)
     made(None)
     assert aborting.why_not_again() == ""
     made(ProcessGroupNCCL())
-    assert (aborting.WATCHDOG in aborting.why_not_again()) == doomed
+    assert (WATCHDOG in aborting.why_not_again()) == doomed
 
 
 def test_without_nccl_there_is_nothing_to_abort(made: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.rank_status import RankStatus, Released, given_up
+from lastgasp.nccl import WATCHDOG
 from lastgasp.pytorch import queued as queued_module
-from lastgasp.pytorch.aborting import WATCHDOG
 from lastgasp.pytorch.queued import QueuedWork
 from support.accelerator import Accelerator
 

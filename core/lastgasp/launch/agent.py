@@ -45,6 +45,7 @@ from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections, tell_newcomers
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_torch import differs, forking, ranks_of
+from lastgasp.nccl import left_alone
 from lastgasp.output import UNREAD, why_lost, write_error
 from lastgasp.steps.recover import recover_orphans
 
@@ -130,7 +131,7 @@ class GaspAgent(LocalElasticAgent):
         self._mark = orphans.new_mark()
         self._stopping.clear()
         least = least_ranks(self._asked, rdzv, len(worker_group.workers), worker_group.group_world_size or 1)
-        own = {orphans.MARK: self._mark} | self._warm.begin() | self._code.begin(least > 0)
+        own = {orphans.MARK: self._mark} | self._warm.begin() | self._code.begin(least > 0) | left_alone(os.environ)
         pipes = {} if self._guest is None else {n: Newcomer.pipes() for n in range(len(worker_group.workers))}
         if pipes:
             own[JOINS] = ";".join(joins(local, theirs) for local, (_, _, theirs) in pipes.items())

@@ -17,16 +17,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lastgasp import _clock
+from lastgasp.nccl import QUIET, WATCHDOG
 
 log = logging.getLogger("lastgasp")
 
 LIMIT = 20.0
 """Seconds that an abort may take; it takes one where it goes well."""
-WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""What torch does once NCCL has failed: 1, as torchrun sets it, and 3 end the process a minute later. 0: nothing."""
-QUIET = {WATCHDOG: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
-"""With these torch leaves it to others what becomes of a process one of whose collectives has failed. They are read
-when a process group is made. Without the latter two it would still be ended minutes later, or be stopped for one."""
 _lock = threading.Lock()
 _number, _aborted = 0, False
 """How many times the groups of this process were dropped; whether those that it has were aborted."""

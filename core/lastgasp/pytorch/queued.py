@@ -28,7 +28,8 @@ import torch
 from lastgasp import _clock
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.rank_status import Released
-from lastgasp.pytorch.aborting import WATCHDOG, abort_groups, failure, groups_number, uses_nccl, why_not_again
+from lastgasp.nccl import WATCHDOG
+from lastgasp.pytorch.aborting import abort_groups, failure, groups_number, uses_nccl, why_not_again
 from lastgasp.session import Session
 
 log = logging.getLogger("lastgasp")
