@@ -285,11 +285,11 @@ def test_under_another_torch_torchrun_runs_as_ever(
     api = ModuleType("api")
     vars(api)["LocalElasticAgent"] = LocalElasticAgent
     if change == "gone":
-        monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_no_such_method", ("self",))
+        monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_no_such_method", (("self",),))
     elif change == "no /proc":
         monkeypatch.setattr(os.path, "exists", lambda path: False)
     else:
-        monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_shutdown", ("self", "more"))
+        monkeypatch.setitem(torchrun_hook._OVERRIDDEN, "_shutdown", (("self", "more"),))
     with caplog.at_level(logging.WARNING, "lastgasp.launch"):
         torchrun_hook.swap_agent(api)
     assert vars(api)["LocalElasticAgent"] is LocalElasticAgent

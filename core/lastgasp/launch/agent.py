@@ -1,6 +1,6 @@
 """torchrun's agent, extended rather than edited: it holds its signals back until the survivors have saved.
 
-Built on the overridable methods of LocalElasticAgent (torch 2.13, docs/facts/torchrun.md).
+Built on the overridable methods of LocalElasticAgent (torch 2.6 to 2.13, docs/facts/torchrun.md).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -41,6 +40,8 @@ from lastgasp.launch.in_place import GivenUp, GoesOn, InPlace, until_it_goes_on
 from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.lost import line, lost_rendezvous, never_taken_in, spare, tell_success
 from lastgasp.launch.missing import Waiting, hosts_in, is_alone
+from lastgasp.launch.numbers import max_restarts_given
+from lastgasp.launch.older_torch import shut_down
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
 from lastgasp.launch.stores import guard_connections, tell_newcomers
 from lastgasp.launch.warm import Warm
@@ -313,7 +314,7 @@ class GaspAgent(LocalElasticAgent):
     def _allow_restarts(self, worker_group: WorkerGroup) -> None:
         """torchrun's own default is no restart at all; a lastgasp job restarts unless the user says otherwise."""
         spec = worker_group.spec
-        if spec.max_restarts == 0 and not _max_restarts_given():
+        if spec.max_restarts == 0 and not max_restarts_given():
             spec.max_restarts = self._remaining_restarts = DEFAULT_MAX_RESTARTS
 
     def _judge(self, used: bool, codes: frozenset[int]) -> None:
@@ -346,7 +347,9 @@ class GaspAgent(LocalElasticAgent):
         if self._attempt is not None:
             self._job_log.recovery(self._attempt.number, self._attempt.event(), then, behind)
 
-    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals | None = None, timeout: int = 30, is_restart: bool = False
+    ) -> None:
         """As torch's, which gives `death_sig` where this launcher was asked to stop."""
         self._stopping.set()
         if self._in_place is not None:
@@ -356,7 +359,8 @@ class GaspAgent(LocalElasticAgent):
                 let_finish(lambda: self._running(self._worker_group))
             timeout = REST if over else max(timeout, int(self._attempt.end_limit()))
             death_sig = signal.SIGTERM  # Ctrl-C, too: a stuck rank would never raise its KeyboardInterrupt
-        super()._shutdown(death_sig or signal.SIGTERM, timeout)
+        keep = is_restart or self._is_ours()
+        shut_down(super()._shutdown, self._pcontext, death_sig or signal.SIGTERM, timeout, keep)
 
     def _exit_barrier(self) -> None:
         """As torch's, which also waits for launchers that were killed: here the first launcher stops that wait."""
@@ -443,8 +447,3 @@ class GaspAgent(LocalElasticAgent):
 def _stop_this_launcher() -> None:
     """As if the user stopped the job: the ranks save, and the launcher ends with the code that says so."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _max_restarts_given() -> bool:
-    names = ("--max-restarts", "--max_restarts")
-    return "PET_MAX_RESTARTS" in os.environ or any(arg.split("=")[0] in names for arg in sys.argv[1:])

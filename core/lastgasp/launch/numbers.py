@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 
 from lastgasp.errors import ConfigError
@@ -42,3 +44,9 @@ def _why_none(word: str, counted: Callable[[str], int]) -> str:
         return "" if counted(word) > 0 else "There is none here."
     except ValueError as error:
         return f"torchrun: {error}"
+
+
+def max_restarts_given() -> bool:
+    """Whether torchrun is told how many restarts there may be."""
+    names = ("--max-restarts", "--max_restarts")
+    return "PET_MAX_RESTARTS" in os.environ or any(arg.split("=")[0] in names for arg in sys.argv[1:])

@@ -16,6 +16,8 @@ from typing import Any
 
 import wrapt
 
+from lastgasp.launch.older_torch import SHUTDOWN
+
 log = logging.getLogger("lastgasp.launch")
 
 _API = "torch.distributed.launcher.api"
@@ -80,16 +82,16 @@ def swap_agent(api: ModuleType) -> None:
     vars(api)["LocalElasticAgent"] = GaspAgent
 
 
-_OVERRIDDEN = {
-    "_rendezvous": ("self", "worker_group"),
-    "_assign_worker_ranks": ("self", "store", "group_rank", "group_world_size", "spec"),
-    "_start_workers": ("self", "worker_group"),
-    "_monitor_workers": ("self", "worker_group"),
-    "_exit_barrier": ("self",),
-    "_shutdown": ("self", "death_sig", "timeout"),
-    "run": ("self", "role"),
+_OVERRIDDEN: dict[str, tuple[tuple[str, ...], ...]] = {
+    "_rendezvous": (("self", "worker_group"),),
+    "_assign_worker_ranks": (("self", "store", "group_rank", "group_world_size", "spec"),),
+    "_start_workers": (("self", "worker_group"),),
+    "_monitor_workers": (("self", "worker_group"),),
+    "_exit_barrier": (("self",),),
+    "_shutdown": SHUTDOWN,
+    "run": (("self", "role"),),
 }
-"""Methods of torch's agent, some of them private, and the parameters that lastgasp's agent passes on."""
+"""Methods of torch's agent, some of them private, and the parameters that they have in the releases known here."""
 
 
 def _differs() -> str:
@@ -106,7 +108,7 @@ def _differs() -> str:
         method = getattr(LocalElasticAgent, name, None)
         if method is None:
             return f"no {name}"
-        if tuple(inspect.signature(method).parameters) != parameters:
+        if tuple(inspect.signature(method).parameters) not in parameters:
             return f"{name} takes other arguments"
     return ""
 

@@ -1,6 +1,6 @@
 """Puts the warm process where torch's launcher starts a rank: its handler keeps log files, signals and waiting.
 
-Built on private names of torch 2.13 (docs/facts/torchrun.md); where they differ, ranks are started as ever.
+Built on private names of torch 2.6 to 2.13 (docs/facts/torchrun.md); where they differ, ranks are started as ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from lastgasp.launch.warm import Ranks, Warm
 from lastgasp.launch.warm_process import NoFork
 
 _NAME = "get_subprocess_handler"
-_MAKER = ("entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options")
+_EARLIER = ("entrypoint", "args", "env", "stdout", "stderr", "local_rank_id")
+_MAKERS = (_EARLIER, (*_EARLIER, "numa_options"))
+"""Its parameters: of 2.6 and 2.7, and of later ones."""
 
 
 def differs() -> str:
@@ -27,7 +29,7 @@ def differs() -> str:
     maker, popen = vars(api).get(_NAME), getattr(SubprocessHandler, "_popen", None)
     if maker is None or popen is None:
         return "this torch starts its ranks in another way"
-    if tuple(inspect.signature(maker).parameters) != _MAKER:
+    if tuple(inspect.signature(maker).parameters) not in _MAKERS:
         return f"{_NAME} of this torch takes other arguments"
     if tuple(inspect.signature(popen).parameters) != ("self", "args", "env"):
         return "SubprocessHandler._popen of this torch takes other arguments"
