@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from lastgasp.pytorch import exception_origin, extrastate, fingerprints, rng
 from lastgasp.pytorch.as_set import AsSet
-from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, own_aux, restore_aux, without_buffers
+from lastgasp.pytorch.aux_state import (
+    AuxRecorder,
+    AuxState,
+    decode_aux,
+    extra_of,
+    own_aux,
+    restore_aux,
+    without_buffers,
+)
 from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
@@ -111,6 +119,7 @@ __all__ = [
     "digest",
     "digests_of",
     "exception_origin",
+    "extra_of",
     "extrastate",
     "fingerprints",
     "fits",

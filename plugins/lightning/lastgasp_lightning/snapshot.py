@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,13 +142,24 @@ class Snapshotter:
         """A schedule-free optimizer has put other weights into the model than at the boundary."""
         return which_weights(o.param_groups for o in self._strategy.optimizers) != which_weights(snapshot.groups)
 
-    def add_callbacks(self, snapshot: Snapshot) -> None:
-        """Remember the states of ordinary callbacks, before validation or epoch end changes them."""
+    def add_callbacks(self, snapshot: Snapshot, mark: Callable[[], None]) -> None:
+        """Remember the states of ordinary callbacks, before validation or epoch end changes them.
+
+        `mark` is called where a device has been given copies to make that a gasp reads (`QueuedWork.mark`), and nowhere
+        else: what is queued besides may never be done.
+        """
         if self._plain is not None:
             self._plain.verify()
-        self.extra.moving.aside()
+        moving = self.extra.moving
+        held = moving.held(snapshot.step)
+        moving.aside()
+        if (now := moving.held(snapshot.step)) and now is not held:
+            mark()
         if not snapshot.all_callbacks:
-            snapshot.callbacks = {**_states(self._stateful), **snapshot.callbacks}
+            states = _states(self._stateful)
+            if _on_device(states):
+                mark()
+            snapshot.callbacks = {**states, **snapshot.callbacks}
             snapshot.all_callbacks = True
 
 
@@ -196,6 +208,14 @@ def _metric(key: str, m: Any) -> tuple[Any, ...]:
 
 def _states(callbacks: list[Callback]) -> dict[str, Any]:
     return {cb.state_key: copy.deepcopy(cb.state_dict()) for cb in callbacks}
+
+
+def _on_device(value: Any) -> bool:
+    """Whether a callback's state has tensors on an accelerator."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type not in ("cpu", "meta")
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_on_device, parts))
 
 
 def _accumulates(trainer: Any) -> bool:

@@ -257,7 +257,7 @@ class LightningState:
     def before_side_effects(self) -> None:
         """Remember callbacks' states: validation or the end of the epoch begins, and a resume replays it."""
         if self.snapshot is not None and not self._trainer.sanity_checking:
-            self._snapshots.add_callbacks(self.snapshot)
+            self._snapshots.add_callbacks(self.snapshot, self.recorder.queued.mark)
 
     # -- after a fault ------------------------------------------------------------------------------------
 

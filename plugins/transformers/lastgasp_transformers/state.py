@@ -8,8 +8,8 @@ checkpoint is written over a good one of the same step.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lastgasp.adapter import torch as shared
 from lastgasp.adapter.checkpoint import Staged
 from lastgasp_transformers.beside import left_out
 from lastgasp_transformers.files import BESIDE, VERSION, Record, bare, write_checkpoint
+from lastgasp_transformers.losses import Found, LossSum, Own, found_in, lost
 from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, unsaved_of
 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
@@ -42,14 +43,6 @@ def inner_of(optimizer: Any) -> Any:
 def dtypes_of(model: Any) -> dict[str, torch.dtype]:
     """Of its parameters."""
     return {name: value.dtype for name, value in model.named_parameters()}
-
-
-class _Own(msgspec.Struct):
-    """What differs between ranks, besides random state and buffers."""
-
-    loss: float
-    flos: float
-    data: shared.PrefetchedPosition | None = None
 
 
 class Training(adapter.Training):
@@ -89,6 +82,9 @@ class Training(adapter.Training):
         steps = self._innermost()
         self.recorder = shared.AuxRecorder(self.state.devices(), self.state.container)
         self._gate = self.recorder.queued.gate(session)
+        values.queued = self.recorder.queued
+        self._losses = LossSum(trainer.args.device)
+        self._loss, self._ahead, self._lacking = 0.0, False, False
         self._buckets = shared.BucketLayouts(self.state)
         self._unsaved = unsaved_of(trainer)
         self._unsaved_data, self._optimizers = shared.UnsavedData(), shared.UnsavedOptimizers([self._optimizer])
@@ -144,17 +140,23 @@ class Training(adapter.Training):
         trainer = self.trainer
         if self._place.world_size == 1 or not trainer.accelerator.gradient_state.sync_gradients:
             return
-        own, total = loss.detach(), trainer._tr_loss
-        if trainer.args.logging_nan_inf_filter and not math.isfinite(own.item()):
-            own = total / (1 + self.step - trainer._globalstep_last_logged)
-        self._capture(self.step + 1, False, total + own)
+        steps = 1 + self.step - trainer._globalstep_last_logged
+        self._losses.ahead(trainer._tr_loss, loss, trainer.args.logging_nan_inf_filter, steps)
+        self._ahead = True
+        self._capture_ahead(self._losses.told())
 
     def _before_update(self, *_: object) -> None:
+        losses, before, several = self._losses, None, self._place.world_size > 1
         if not self.phase:
             self._moving.opens()
-            if self._place.world_size > 1:
-                self._capture(self.step + 1, False, self.trainer._tr_loss)
+            before = losses.told() if self._ahead else None
+            losses.ask(self.trainer._tr_loss)
+            if several:
+                before = now if (now := losses.told()) is not None else before
+                self._capture_ahead(before)
         self._gate()
+        if several and not self.phase and (now := losses.told()) not in (None, before):
+            self._capture_ahead(now)  # all that was queued is done, so that it costs no waiting
         self.phase, self._scheduled = "update", self.trainer.lr_scheduler.state_dict()
 
     def _after_update(self, *_: object) -> None:
@@ -169,7 +171,8 @@ class Training(adapter.Training):
         """The step is complete: capture it. Returns its number."""
         trainer = self.trainer
         self.step, self.last, self.done = int(trainer.state.global_step), last, self.done + 1
-        self._capture(self.step, True, trainer._tr_loss)
+        self._loss, self._ahead, self._lacking = self._losses.of(trainer._tr_loss), False, False
+        self._capture(self.step, True, Own(self._loss, *self._place_now()))
         self._values.take(self.step)
         self._boundary = {
             "step": self.step,
@@ -186,6 +189,7 @@ class Training(adapter.Training):
             self._unsaved_data.look_at(self.loaders)
         self._buckets.look()
         self._moving.closes(self.step)
+        self.recorder.queued.mark()  # a gasp reads what was copied since `capture`, too
         self.phase = ""
         return self.step
 
@@ -197,14 +201,27 @@ class Training(adapter.Training):
 
     def evaluates(self) -> None:
         """An evaluation is due, which may put other weights into the model."""
+        held = self._moving.held(self.step)
         self._moving.aside()
+        if (now := self._moving.held(self.step)) and now is not held:
+            self.recorder.queued.mark()
 
     def evaluating(self) -> None:
         """A batch of it was made."""
         self._moving.in_aside()
 
-    def _capture(self, step: int, settled: bool, loss: torch.Tensor) -> None:
-        own = _Own(loss.item(), float(self.trainer.current_flos), self._data.position)
+    def _capture_ahead(self, loss: float | None) -> None:
+        """Of the step whose update is due. `loss`: None where the device has not told it."""
+        self._lacking = loss is None
+        if loss is None:  # that of the steps before, if it was not just logged
+            loss = self._loss if self.step > self.trainer._globalstep_last_logged else 0.0
+        now = self._place_now()
+        self._capture(self.step + 1, False, Found(loss, *now, lacking=True) if self._lacking else Own(loss, *now))
+
+    def _place_now(self) -> tuple[float, Any]:
+        return float(self.trainer.current_flos), self._data.position
+
+    def _capture(self, step: int, settled: bool, own: Own) -> None:
         self.recorder.extra = msgspec.msgpack.encode(own)
         self.recorder.capture(step, settled)
 
@@ -237,7 +254,7 @@ class Training(adapter.Training):
             "dtypes": dtypes_of(self.trainer.model),
             "frozen_as_set": self._frozen_as_set,
             "as_set": self.state.as_set.values,
-            "not_saved": "; ".join(filter(None, (self._of_others(aux), *self._missing(values)))),
+            "not_saved": "; ".join(filter(None, (self._of_others(aux), lost(aux), *self._missing(values)))),
         }
 
     def record_beside(self, path: Path, aux: Mapping[int, bytes]) -> Record:
@@ -261,7 +278,7 @@ class Training(adapter.Training):
         exchanged = which != shared.which_weights(boundary["torch"].groups)  # by an evaluation: saved as it is
         held, moved = ({}, "") if exchanged else (self._moving.held(step), self._moving.missing(step))
         dump = self.state.dump(boundary["torch"], shared.buffers_of(step, aux, self.recorder, [rank]) | held, None)
-        for missing in filter(None, (moved, self._of_others(aux), *self._missing(values))):
+        for missing in filter(None, (moved, self._of_others(aux), lost(aux), *self._missing(values))):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
         more = {VALUES: values, MODULES: self._values.held.changed(), "not_saved": ""}
@@ -306,8 +323,8 @@ class Training(adapter.Training):
             scheduler.load_state_dict(state)
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
             shared.patch_group(group, values)
-        for lost in self._values.restore(record, self._is_of_this_job(record)):
-            self._session.note(lost)
+        for told in self._values.restore(record, self._is_of_this_job(record)):
+            self._session.note(told)
         self._buckets.restore(record["buckets"])
         self._restore_flags(record)
         if missing := record.get("not_saved"):  # of Trainer's own save; of a gasp it was said with the fault
@@ -316,8 +333,9 @@ class Training(adapter.Training):
             return None
         aux = shared.decode_aux(own)
         shared.restore_aux(aux, self.state.devices(), self.state.container)
-        mine = msgspec.msgpack.decode(aux.extra, type=_Own)
+        mine = found_in(aux.extra)
         trainer._tr_loss.fill_(mine.loss)
+        self._loss = mine.loss
         trainer.current_flos = mine.flos
         return mine.data
 
@@ -351,6 +369,9 @@ class Training(adapter.Training):
         if self.phase == "update":
             return "raised inside the update, so the state is between two steps"
         if not self.phase:
+            with suppress(RuntimeError):  # of the device
+                if self._lacking and (loss := self._losses.told()) is not None:
+                    self._capture_ahead(loss)
             return ""
         trainer = self.trainer
         if trainer.state.global_step == self.step:

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from lastgasp import adapter
 from lastgasp.adapter import NotSaveable
 from lastgasp.adapter.again import Began, Carried, Root, UserValues, changed, is_users
-from lastgasp.adapter.torch import OnDemand, Unsaved, split_trailer, users_parts
+from lastgasp.adapter.torch import OnDemand, QueuedWork, Unsaved, split_trailer, users_parts
 from lastgasp_transformers.held import HeldModules
 
 VALUES, MODULES = "values", "modules"
@@ -67,12 +67,14 @@ class CarriedValues:
     Attributes:
         held: modules beside the model.
         written: what this rank has at the end of a step, as bytes.
+        queued: what its accelerators have been given (`AuxRecorder.queued`), once training begins.
     """
 
     def __init__(self, trainer: Any, place: adapter.Place, session: adapter.Session) -> None:
         self._trainer, self._place, self._session = trainer, place, session
         self.roots = roots_of(trainer)
         self.held = HeldModules(trainer, self.roots, session.note)
+        self.queued = QueuedWork(())
         self._values: UserValues | None = None
         self._step, self._start = -1, Began()
         self._began = Began.of(self.roots, self._known())
@@ -110,7 +112,8 @@ class CarriedValues:
         if self._values is None or not self.roots or step != self._step:
             return b""
         try:
-            return changed(self._values, self._began, self._start, self._place.world_size)
+            with self.queued.reading():
+                return changed(self._values, self._began, self._start, self._place.world_size)
         except NotSaveable:  # the device does not answer
             return b""
 
