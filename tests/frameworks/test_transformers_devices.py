@@ -57,16 +57,14 @@ def test_a_gasp_waits_for_all_that_is_copied_at_the_end_of_a_step(
 def test_what_an_evaluation_has_copied_is_waited_for_and_nothing_else() -> None:
     """Where nothing was copied there is no mark: it would stand behind work that may never be done."""
     module, marks = torch.nn.Linear(1, 1), list[int]()
-    moving = shared.MovingParameters(module, lambda _: None)
-    queued = SimpleNamespace(mark=lambda: marks.append(1))
-    training: Any = SimpleNamespace(_moving=moving, step=1, recorder=SimpleNamespace(queued=queued))
+    moving = shared.MovingParameters(module, lambda _: None, lambda: marks.append(1))
+    training: Any = SimpleNamespace(_moving=moving)
     moving.closes(1)
     Training.evaluates(training)
     assert marks == []
     with torch.no_grad():
         module.weight.mul_(2.0)
     moving.in_aside()
-    training.step = 2
     moving.closes(2)
     for _ in range(2):
         Training.evaluates(training)

@@ -88,7 +88,7 @@ class Training(adapter.Training):
         self._buckets = shared.BucketLayouts(self.state)
         self._unsaved = unsaved_of(trainer)
         self._unsaved_data, self._optimizers = shared.UnsavedData(), shared.UnsavedOptimizers([self._optimizer])
-        self._moving = shared.MovingParameters(self.state.container, session.note)
+        self._moving = shared.MovingParameters(self.state.container, session.note, self.recorder.queued.mark)
         self.gasps: adapter.StateSource
         self.loaders: list[object] = []
         self._boundary: Record = {}
@@ -201,10 +201,7 @@ class Training(adapter.Training):
 
     def evaluates(self) -> None:
         """An evaluation is due, which may put other weights into the model."""
-        held = self._moving.held(self.step)
         self._moving.aside()
-        if (now := self._moving.held(self.step)) and now is not held:
-            self.recorder.queued.mark()
 
     def evaluating(self) -> None:
         """A batch of it was made."""
