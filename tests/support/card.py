@@ -7,9 +7,10 @@ sockets of the loopback, and all else is as between hosts.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 KIND = os.environ.get("TESTS_DEVICE", "cpu")
 """`cpu`, `cuda`; and `alone`, as `cuda` but on a CPU, to try its arrangement where no card is."""
@@ -25,11 +26,15 @@ def one_card() -> None:
     os.environ["NCCL_HOSTID"] = f"rank-{os.environ.get('RANK', '0')}"
     os.environ["LOCAL_RANK"] = "0"
     if KIND == "cuda":
+        import torch
+
         torch.cuda.set_device(0)
 
 
 def device() -> torch.device:
     """Of models and batches."""
+    import torch
+
     return torch.device("cuda", 0) if KIND == "cuda" else torch.device("cpu")
 
 

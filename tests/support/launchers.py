@@ -15,7 +15,7 @@ import pytest
 
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.jobs import MARK, Finished, kill_marked, marked, run_job
-from support import lean
+from support import card, lean
 
 SUPPORT = Path(__file__).parent
 LIMIT = 300.0
@@ -39,7 +39,8 @@ def environment(**more: str) -> dict[str, str]:
     """Workers find the test's helpers; nothing of the shell's own jobs gets through."""
     paths = os.pathsep.join(filter(None, [str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
     shell = {name: value for name, value in os.environ.items() if not name.startswith(("LASTGASP_DIR", "PET_"))}
-    return shell | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+    asked = {} if card.KIND == "cpu" else {"LASTGASP_RECOVERY": "auto"}  # on a GPU it is not the default
+    return shell | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | asked | more
 
 
 def finish(command: list[str], folder: Path, **variables: str) -> Finished:

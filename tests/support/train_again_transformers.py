@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from lastgasp_transformers import LastGasp
-from support import again_faults
+from support import again_faults, card
 from support.again_faults import note
 from support.train_transformers import SHAPES, OwnRandomNumbers, Tokens, arguments, model, result
 
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--twice", action="store_true", help="it is the second training of its script")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    card.one_card()
     wanted, ours = arguments(str(args.dir), args.shape), LastGasp()
     rows = 12 * wanted.world_size
     if args.name:

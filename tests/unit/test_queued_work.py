@@ -346,8 +346,24 @@ def test_a_device_whose_queue_is_full_is_made_to_take_work(takes: bool, monkeypa
     if not takes:
         training.peer.clear()
     monkeypatch.setattr(queued_module, "_copy_one", lambda device: training.peer.wait(60.0))
-    assert training.read() == 1
+    with training.work.reading():
+        assert training.peer.wait(60.0), "what the gasp would wait for"
     assert nccl.aborts == (not takes)
+
+
+def test_a_device_that_takes_no_more_work_while_a_gasp_reads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one connection to the device all streams share a queue, and the training thread queues a wait later."""
+    training = Training()
+    nccl = Nccl(training, monkeypatch)
+    monkeypatch.setattr(queued_module, "TAKES_WORK", 0.05)
+    monkeypatch.setattr(queued_module, "LOOKS_EVERY", 0.01)
+    monkeypatch.setattr(queued_module, "_copy_one", lambda device: training.peer.wait(60.0))
+    training.step()
+    with training.work.reading():
+        time.sleep(0.05)
+        training.peer.clear()
+        assert training.peer.wait(60.0)
+    assert nccl.aborts == 1
 
 
 def test_a_stream_is_taken_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,9 @@ LONGEST = 30.0
 FREED_AFTER = 3.0
 """Seconds that a training thread which is to enter its training again may need to come by itself."""
 TAKES_WORK = 1.0
-"""Seconds within which a device takes a small copy, if it takes any."""
+"""Seconds within which a device makes a small copy, if it takes any work."""
+LOOKS_EVERY = 0.5
+"""Seconds between two looks at whether it does."""
 _STREAMS = 33
 """One more than torch has of them: it gives out each in turn, and NCCL's are among them."""
 _EVERY = 64
@@ -113,11 +115,10 @@ class QueuedWork:
         """Run the block behind the mark, and not behind any later work of the training thread. On any thread.
 
         Raises:
-            NotSaveable: the device does not come to the mark, or takes no work.
+            NotSaveable: the device does not come to the mark.
         """
         self._await_update()
-        self._takes_work()
-        with ExitStack() as stack:
+        with self._taking_work(), ExitStack() as stack:
             own = [self._idle_stream(device) for device in self._devices]
             for device, stream in zip(self._devices, own, strict=True):
                 stack.enter_context(self._module.device(device))
@@ -162,13 +163,31 @@ class QueuedWork:
             self._torn = True  # before an event says what it would say of an update, too
         return abort_groups(number)
 
-    def _takes_work(self) -> None:
-        """See that the device takes work, and make it do so, at the cost of collectives that nobody needs any more.
+    @contextmanager
+    def _taking_work(self) -> Iterator[None]:
+        """See to it that the device takes work, at the cost of collectives that nobody needs any more.
 
-        Raises:
-            NotSaveable: it does not.
+        It may take some now, and none a moment later: the training thread queues more, or waits only then.
         """
-        taken, number = threading.Event(), groups_number()
+        over, number = threading.Event(), groups_number()
+
+        def look() -> None:
+            while not over.is_set():
+                if not self._takes_work():
+                    self._abort(number)
+                    return
+                over.wait(LOOKS_EVERY)
+
+        if uses_nccl():
+            threading.Thread(target=look, name="lastgasp-takes-work", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _takes_work(self) -> bool:
+        """Whether the device makes a small copy in time."""
+        taken = threading.Event()
 
         def copy() -> None:
             try:
@@ -178,13 +197,8 @@ class QueuedWork:
             finally:
                 taken.set()  # what has failed fails again, where somebody sees it
 
-        if not uses_nccl():
-            return
         threading.Thread(target=copy, name="lastgasp-takes-work", daemon=True).start()
-        if taken.wait(TAKES_WORK) or (self._abort(number) and taken.wait(LONGEST)):
-            return
-        if not taken.wait(LONGEST):
-            raise NotSaveable(f"the accelerator takes no work, for {LONGEST:g} s")
+        return taken.wait(TAKES_WORK)
 
     def _idle_stream(self, device: torch.device) -> Any:
         """One with nothing on it: torch gives out streams in turn, NCCL's with a collective that never ends too."""

@@ -370,7 +370,7 @@ class LightningState:
         aux_states = self._gather(own)
         if snapshot is not None and (self._faulted or len(aux_states) == self._trainer.world_size):
             with contextlib.suppress(NotSaveable):  # a buffer has changed of which there is no copy
-                checkpoint[KEY] = self._record(snapshot, aux_states)
+                checkpoint[KEY] = self._record(snapshot, aux_states, told=self._trainer.is_global_zero)
 
     def _gather(self, own: bytes | None) -> dict[int, bytes]:
         if self._faulted:  # peers may be dead
@@ -383,7 +383,7 @@ class LightningState:
 
     # -- composing ----------------------------------------------------------------------------------------
 
-    def _record(self, snapshot: Snapshot, aux_states: dict[int, bytes]) -> dict[str, Any]:
+    def _record(self, snapshot: Snapshot, aux_states: dict[int, bytes], told: bool = True) -> dict[str, Any]:
         loops = self._snapshots.loops(snapshot)
         return {
             "version": VERSION,
@@ -393,7 +393,7 @@ class LightningState:
             "epoch": loops["epoch_progress"]["current"]["processed"],
             "batch": loops["epoch_loop.batch_progress"]["current"]["ready"],
             "small": {r: d if self.per_rank_buffers else without_buffers(d) for r, d in aux_states.items()},
-            "buffers": self._buffers(snapshot.step, aux_states),
+            "buffers": self._buffers(snapshot.step, aux_states, told),
             "loops": loops,
             "batches_that_stepped": snapshot.stepped,
             "accumulate": snapshot.accumulate,
@@ -418,12 +418,12 @@ class LightningState:
             "tuned": found_by(self._trainer),
         }
 
-    def _buffers(self, step: int, aux_states: dict[int, bytes]) -> dict[str, torch.Tensor]:
+    def _buffers(self, step: int, aux_states: dict[int, bytes], told: bool) -> dict[str, torch.Tensor]:
         rank, size = self._trainer.global_rank, self._trainer.world_size
         if self.buffer_rank not in aux_states and self.buffer_rank != rank:
             self._note(f"buffers are this rank's, because those of rank {self.buffer_rank} were lost")
         counted = range(size) if self.per_rank_buffers else [self.buffer_rank]
-        self._note(self.recorder.note_on_buffers(aux_states, rank, counted))
+        self._note(self.recorder.note_on_buffers(aux_states, rank, counted) if told else "")
         return buffers_of(step, aux_states, self.recorder, [self.buffer_rank])
 
     def _note(self, text: str) -> None:

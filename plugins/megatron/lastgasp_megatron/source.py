@@ -91,7 +91,8 @@ class MegatronSource:
         try:
             boundary = self._steps.boundary
             if boundary.step == step and not self._steps.inside:
-                return encoded_buffers(taken(boundary.kept, self._most, check=True))
+                with self._device.reading():
+                    return encoded_buffers(taken(boundary.kept, self._most, check=True))
         except Exception as error:  # the step matters more; who goes on from it says what is missing
             log.warning("the module buffers of rank %d could not be copied: %s", self.rank, cause_of(error))
         return b""
