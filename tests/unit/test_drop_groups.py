@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -90,3 +91,17 @@ def test_accelerate_makes_the_group_anew(restored_environ: None) -> None:
     assert accelerate.PartialState._shared_state
     module.forget_accelerate()
     assert not accelerate.PartialState._shared_state and not accelerate.state.GradientState._shared_state
+
+
+def test_results_cached_with_an_old_mesh_are_forgotten_by_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.6 and 2.7 have no function for it: there the cache itself is cleared."""
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    from torch.distributed.tensor import DTensor
+
+    monkeypatch.delattr(debug, "_clear_sharding_prop_cache")
+    cleared = list[bool]()
+    cache = SimpleNamespace(cache=SimpleNamespace(cache_clear=lambda: cleared.append(True)))
+    dispatcher = SimpleNamespace(sharding_propagator=SimpleNamespace(propagate_op_sharding=cache))
+    monkeypatch.setattr(DTensor, "_op_dispatcher", dispatcher)
+    module._forget_meshes()
+    assert cleared == [True]

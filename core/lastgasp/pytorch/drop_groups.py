@@ -57,7 +57,11 @@ def _forget_meshes() -> None:
     """
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
-        clear = getattr(debug, "_clear_sharding_prop_cache", None)  # a private name of torch 2.13
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)  # a private name of torch 2.11 and 2.13
+        if clear is None:  # 2.6 and 2.7 can only show it
+            dispatcher: Any = getattr(sys.modules["torch.distributed.tensor"].DTensor, "_op_dispatcher", None)
+            cached = getattr(getattr(dispatcher, "sharding_propagator", None), "propagate_op_sharding", None)
+            clear = getattr(getattr(cached, "cache", None), "cache_clear", None)
         if clear is not None:
             clear()
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,6 +25,8 @@ from lastgasp.pytorch.sharded.files import DESCRIPTION, Row
 
 NAME = ".metadata"
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
+_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", "")
+"""torch 2.6 and 2.7 have none in their metadata."""
 _MANY = 2000
 """Boxes of one tensor that are still compared pair by pair."""
 
@@ -34,7 +37,7 @@ def metadata(descriptions: Sequence[bytes]) -> bytes:
     Raises:
         CheckpointError: tensors of which a part is missing, or that are described in two ways; nothing to load from.
     """
-    found = Metadata({}, {}, {}, StorageMeta(), CURRENT_DCP_VERSION)
+    found = Metadata({}, {}, {}, StorageMeta(), **({"version": _VERSION} if _VERSION else {}))
     files = sorted((DESCRIPTION.decode(data) for data in descriptions), key=lambda one: one.rank)
     for one in files:
         for row in one.rows:
