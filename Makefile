@@ -17,7 +17,7 @@ WORKERS ?= -n 4 --dist worksteal
 .DEFAULT_GOAL := help
 # mypy computes while environments are fetched.
 MAKEFLAGS += --jobs=3
-.PHONY: help .venv demo docs test tests test-fast test-full lint bench wheels clean
+.PHONY: help .venv demo docs test tests test-fast test-full test-gpu lint bench wheels clean
 
 help:  ## this list
 	@grep -hE '^[.a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -87,6 +87,14 @@ test-fast: $(STAMP)  ## the tests of a few seconds
 PRODUCTS ?= --covering
 test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW) $(DEEPSPEED)  ## everything, the fault matrices included (hours)
 	$(BIN)/python -m pytest -o faulthandler_timeout=2000 $(PRODUCTS) $(WORKERS) $(ARGS)
+
+# For a machine with a GPU and its own torch, e.g. in an active environment: BIN=$$(dirname $$(which python3)).
+GPU_TESTS ?= tests/fault/test_loop_faults.py tests/e2e/test_matrix.py tests/fault/test_transformers_faults.py \
+	tests/fault/test_sharded_faults.py tests/fault/test_in_place.py tests/fault/test_in_place_sharded.py
+test-gpu: export TESTS_DEVICE := cuda
+test-gpu: export TESTS_COLD := 1
+test-gpu: $(if $(filter .venv/bin,$(BIN)),$(STAMP))  ## jobs on one GPU with NCCL (docs/gpus.md); of a matrix the cases that cover each pair of values
+	$(BIN)/python3 -m pytest -o addopts= --covering -k "not script" -n 4 --dist worksteal $(GPU_TESTS) $(ARGS)
 
 bench: $(STAMP) $(MEGATRON) $(MINDSPORE)  ## the measurements behind the README's table
 	$(BIN)/python -m benchmarks
