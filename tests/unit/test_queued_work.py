@@ -375,3 +375,28 @@ def test_a_stream_is_taken_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kind, "query", lambda self: next(given), raising=False)
     assert training.read() == 1
     assert len(training.module.made) == 3
+
+
+def test_nothing_is_aborted_of_a_rank_that_waits_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device is only slow, and the job may go on."""
+    training = Training()
+    nccl = Nccl(training, monkeypatch)
+    looked = threading.Event()
+    monkeypatch.setattr(queued_module, "TAKES_WORK", 0.01)
+    monkeypatch.setattr(queued_module, "LOOKS_EVERY", 0.01)
+
+    def slow(device: torch.device) -> None:
+        looked.set()
+        time.sleep(0.1)
+
+    monkeypatch.setattr(queued_module, "_copy_one", slow)
+    thread, _ = training.in_a_thread()
+    training.status.hold(60.0)
+    thread.start()
+    training.wait_until_at_gate()
+    with training.work.reading():
+        assert looked.wait(60.0)
+        time.sleep(0.1)
+    assert nccl.aborts == 0
+    training.status.release(given_up("over"))
+    thread.join(60.0)

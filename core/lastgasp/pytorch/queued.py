@@ -63,6 +63,7 @@ class QueuedWork:
         self._devices = found if self._module is not None else []
         self._gradients, self._update = self._events(), self._events()
         self._marked = self._torn = False
+        self._at_gate: Callable[[], bool] = bool
 
     def gate(self, session: Session) -> Callable[[], None]:
         """`session.before_update` for a training thread that gives its work to a device.
@@ -75,6 +76,7 @@ class QueuedWork:
             return before_update
         status = session.status
         status.free, status.doomed = self.free, why_not_again
+        self._at_gate = lambda: status.at_gate
         _warn_of_watchdog(self._devices[0])
 
         def wait_then_ask() -> None:
@@ -167,13 +169,14 @@ class QueuedWork:
     def _taking_work(self) -> Iterator[None]:
         """See to it that the device takes work, at the cost of collectives that nobody needs any more.
 
-        It may take some now, and none a moment later: the training thread queues more, or waits only then.
+        It may take some now, and none a moment later: the training thread queues more, or waits only then. One that
+        waits at the gate waits for no collective; ranks that stop for others to be taken in go on from there.
         """
         over, number = threading.Event(), groups_number()
 
         def look() -> None:
             while not over.is_set():
-                if not self._takes_work():
+                if not self._takes_work() and not self._at_gate():
                     self._abort(number)
                     return
                 over.wait(LOOKS_EVERY)
