@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lastgasp.nccl import WATCHDOG
+from lastgasp.nccl import QUIET, WATCHDOG, left_alone
 from lastgasp.pytorch import aborting
 
 
@@ -76,7 +76,11 @@ def test_one_that_does_not_end_is_not_waited_for_without_end(
     made(ProcessGroupNCCL(both))
     assert aborting.abort_groups()
     assert "could not be aborted within" in caplog.text
+    with pytest.raises(RuntimeError, match="cannot train again"):
+        aborting.require_aborted()
     both.abort()
+    assert aborting.abort_groups(), "the same abort is waited for"
+    aborting.require_aborted()
 
 
 def test_those_of_a_later_process_group_are_left_alone(made: Any) -> None:
@@ -93,17 +97,51 @@ def test_an_error_that_torch_knows_of_is_told(made: Any) -> None:
     assert aborting.failure() == "torch says COMM_ERROR"
 
 
-@pytest.mark.parametrize(("value", "doomed"), [("0", False), ("1", True), (None, True)])
+@pytest.mark.parametrize(
+    ("missing", "value"), [(None, ""), (WATCHDOG, "1"), (WATCHDOG, ""), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "")]
+)
 def test_a_process_that_torch_would_end_is_not_entered_again(
-    value: str | None, doomed: bool, made: Any, monkeypatch: pytest.MonkeyPatch
+    missing: str | None, value: str, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(WATCHDOG, raising=False)
-    if value is not None:
-        monkeypatch.setenv(WATCHDOG, value)
+    for name, quiet in QUIET.items():
+        monkeypatch.setenv(name, quiet)
+    if missing is not None and value:
+        monkeypatch.setenv(missing, value)
+    elif missing is not None:
+        monkeypatch.delenv(missing)
     made(None)
     assert aborting.why_not_again() == ""
     made(ProcessGroupNCCL())
-    assert (WATCHDOG in aborting.why_not_again()) == doomed
+    assert (WATCHDOG in aborting.why_not_again()) == (missing is not None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), [("0", ""), ("3", ""), ("1", "torch says COMM_ERROR"), ("2", "torch says COMM_ERROR")]
+)
+def test_what_has_ended_is_whole_unless_it_was_aborted(
+    mode: str, told: str, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In modes 1 and 2 torch may have aborted it."""
+    monkeypatch.setenv(WATCHDOG, mode)
+    made(failed := ProcessGroupNCCL())
+    failed.error = "COMM_ERROR"
+    assert aborting.let_go() == told
+    aborting.abort_groups()
+    assert "aborted" in aborting.let_go()
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, {}),
+        ({"LASTGASP_LAUNCHER": "run"}, {WATCHDOG: "3"}),
+        ({"LASTGASP_LAUNCHER": "run", WATCHDOG: "1"}, {}),
+        ({"LASTGASP_RECOVERY": "auto"}, QUIET),
+        ({"LASTGASP_RECOVERY": "restart"}, {}),
+    ],
+)
+def test_what_a_launcher_sets_for_its_ranks(given: dict[str, str], left: dict[str, str]) -> None:
+    assert left_alone(given) == left
 
 
 def test_without_nccl_there_is_nothing_to_abort(made: Any) -> None:

@@ -73,6 +73,7 @@ class Answering:
         status, all_run = self._status, all(fault.kind == "sigterm" for fault in order.faults)
         status.hold(hold_for, order.target, all_run)
         self._target, growing = order.target, not order.faults
+        status.may_go_on = growing
         # Whoever stands one step behind would wait there, and this rank in its next step for it.
         if all_run and status.begun > (order.target if growing else max(order.target, status.step)):
             self._send(m.Entered(recovery=order.recovery, step=status.begun))

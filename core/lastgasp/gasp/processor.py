@@ -379,6 +379,7 @@ class Processor:
     def _begin_uncoordinated(self, fault: Fault) -> None:
         if not self._uncoordinated_begun.acquire(blocking=False):
             return
+        self._status.may_go_on = False
         self._status.hold(self._finish + 2 * self._save_limit)
         self._spawn("alone", lambda: self._carry_uncoordinated(fault))
 
@@ -393,14 +394,16 @@ class Processor:
     def over(self, outcome: m.Release) -> None:
         """The recovery ended. Notify first: the training thread may be about to end the process."""
         self._answering.drop()
+        free = self._status.free
+        freed = free() if free is not None and outcome.again is not None else None
         try:
             self._after_release(outcome)
         finally:
             self._status.release(outcome)
             if outcome.again is not None and (gone := outcome.again.vanished):
                 self._spawn("cut", lambda: self._status.cut_off(gone))
-            if outcome.again is not None and (free := self._status.free) is not None:
-                self._spawn("free", free)
+            if freed is not None:
+                self._spawn("free", freed)
 
     def _try_send(self, message: m.Message) -> bool:
         link = self._link

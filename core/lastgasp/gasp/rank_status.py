@@ -77,7 +77,9 @@ class RankStatus:
         recovery: which faults may be answered in place, as `messages.Begin` says it; set before training begins.
         entered: False while the training is about to be entered again.
         from_files: entered again, it begins with the newest checkpoint (`messages.Begin`).
-        free: called on a thread of its own once the training is to be entered again, should it wait for ever.
+        free: called before the training thread hears that its training is entered again; what it returns is called
+            on a thread of its own, and ends what that thread may wait for without end.
+        may_go_on: the recovery in progress, if it is one, may be called off: ranks only stop for others to be taken in.
         cut_off: called when ranks are missing from now on whose hosts, with these addresses, may have vanished.
         fewer: whether it may be with fewer ranks then (`messages.Begin`).
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
@@ -99,7 +101,8 @@ class RankStatus:
         self.doomed: Callable[[], str] = str
         self.ends: Callable[[], tuple[str, ...]] = tuple
         self.cut_off: Callable[[tuple[str, ...]], None] = lambda addresses: None
-        self.free: Callable[[], None] | None = None
+        self.free: Callable[[], Callable[[], None]] | None = None
+        self.may_go_on = False
         self.all_run = False
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False

@@ -21,11 +21,12 @@ from lastgasp.nccl import QUIET, WATCHDOG
 
 log = logging.getLogger("lastgasp")
 
+ABORTED = "its communicators were aborted"
 LIMIT = 20.0
 """Seconds that an abort may take; it takes one where it goes well."""
 _lock = threading.Lock()
-_number, _aborted = 0, False
-"""How many times the groups of this process were dropped; whether those that it has were aborted."""
+_number, _aborts = 0, list[threading.Thread]()
+"""How many times the groups of this process were dropped; the threads that abort those that it has, if any do."""
 
 
 def groups_number() -> int:
@@ -39,17 +40,25 @@ def uses_nccl() -> bool:
 
 
 def failure() -> str:
-    """Why what the collectives of this process have written may not be used; empty if nothing is known against it.
-
-    To be asked after a stream has come to its end: an abort is known here before it lets any kernel go.
-    """
-    if _aborted:
-        return "its communicators were aborted"
+    """Why a collective of this process may never end; empty if nothing is known against it."""
+    if _aborts:
+        return ABORTED
     for backend in _backends():
         asked = getattr(backend, "get_error", None)  # from torch 2.8 on
         if asked is not None and (found := asked()).name != "SUCCESS":
             return f"torch says {found.name}"
     return ""
+
+
+def let_go() -> str:
+    """Why a collective that has ended may have been let go by an abort, with anything in its tensors; or empty.
+
+    To be asked after the end was seen: an abort is known here before it lets any kernel go. A collective that has ended
+    without one is whole, whatever has failed since.
+    """
+    if _aborts:
+        return ABORTED
+    return failure() if os.environ.get(WATCHDOG, "3") in ("1", "2") else ""  # torch aborts, too, and knows it before
 
 
 def abort_groups(number: int | None = None) -> bool:
@@ -61,41 +70,53 @@ def abort_groups(number: int | None = None) -> bool:
     Returns:
         Whether there was anything to abort.
     """
-    global _aborted
     with _lock:
-        if number not in (None, _number) or not (backends := _backends()):
+        if number not in (None, _number):
             return False
-        if not _aborted:
+        if not _aborts:
+            backends = _backends()
+            _aborts.extend(threading.Thread(target=_abort, args=(one,), daemon=True) for one in backends)
+            del backends
+            if not _aborts:
+                return False
             log.info("rank %s aborts its communicators of NCCL: nothing else ends a collective whose peer is gone",
                      os.environ.get("RANK", "0"))  # fmt: skip
-        _aborted = True
-        threads = [threading.Thread(target=_abort, args=(one,), name="lastgasp-abort", daemon=True) for one in backends]
-        del backends
-        deadline = _clock.monotonic() + LIMIT
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(max(0.0, deadline - _clock.monotonic()))
+            for one in _aborts:
+                one.start()
+        threads = list(_aborts)
+    deadline = _clock.monotonic() + LIMIT
+    for one in threads:
+        one.join(max(0.0, deadline - _clock.monotonic()))
     if any(one.is_alive() for one in threads):
         log.warning("communicators of NCCL could not be aborted within %g s", LIMIT)
     return True
 
 
+def require_aborted() -> None:
+    """Before groups are destroyed, which would wait without end for a collective that does not end.
+
+    Raises:
+        RuntimeError: an abort is still under way.
+    """
+    if any(one.is_alive() for one in _aborts):
+        raise RuntimeError("communicators of NCCL could not be aborted: this process cannot train again")
+
+
 def dropped() -> None:
     """The process groups are gone, and others may be made."""
-    global _number, _aborted
+    global _number
     with _lock:
-        _number, _aborted = _number + 1, False
+        _number += 1
+        _aborts.clear()
 
 
 def why_not_again() -> str:
     """Why this process would be ended some time after NCCL has noticed the loss of a peer; empty if it would not."""
-    value = os.environ.get(WATCHDOG, "3")
-    if value == "0" or not _backends():
+    if all(os.environ.get(name) == quiet for name, quiet in QUIET.items()) or not _backends():
         return ""
     wanted = " ".join(f"{name}={quiet}" for name, quiet in QUIET.items())
-    return (f"{WATCHDOG}={value}: torch's watchdog would end each process of this job a minute after the fault. Where "
-            f"the job is started, set {wanted}")  # fmt: skip
+    return (f"{WATCHDOG}={os.environ.get(WATCHDOG, '3')}: torch's watchdog would end each process of this job a minute "
+            f"or some after the fault. Where the job is started, set {wanted}")  # fmt: skip
 
 
 def _abort(backend: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lastgasp.pytorch.aborting import dropped
+from lastgasp.pytorch.aborting import dropped, require_aborted
 
 log = logging.getLogger("lastgasp")
 
@@ -29,6 +29,9 @@ def drop_groups(wrapped: list[Any]) -> None:
 
     Args:
         wrapped: DDP wrappers, which hold the groups, too; emptied.
+
+    Raises:
+        RuntimeError: communicators of NCCL cannot be aborted.
     """
     listed: Any = getattr(getattr(distributed_c10d, "_world", None), "pg_map", None)
     groups = list(listed or ())
@@ -36,6 +39,7 @@ def drop_groups(wrapped: list[Any]) -> None:
         for name in ("reducer", "logger", "process_group"):  # the reducer's hooks stay on parameters while it lives
             vars(one).pop(name, None)
     wrapped.clear()
+    require_aborted()
     if dist.is_initialized():
         dist.destroy_process_group()
     dropped()

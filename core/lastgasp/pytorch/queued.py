@@ -29,7 +29,7 @@ from lastgasp import _clock
 from lastgasp.errors import NotSaveable
 from lastgasp.gasp.rank_status import Released
 from lastgasp.nccl import WATCHDOG
-from lastgasp.pytorch.aborting import abort_groups, failure, groups_number, uses_nccl, why_not_again
+from lastgasp.pytorch.aborting import abort_groups, failure, groups_number, let_go, uses_nccl, why_not_again
 from lastgasp.session import Session
 
 log = logging.getLogger("lastgasp")
@@ -44,8 +44,8 @@ LOOKS_EVERY = 0.5
 """Seconds between two looks at whether it does."""
 _STREAMS = 33
 """One more than torch has of them: it gives out each in turn, and NCCL's are among them."""
-_EVERY = 64
-"""How many times the end of work is asked for before it is asked whether a collective has failed."""
+ASKS_EVERY = 0.05
+"""Seconds, of a thread that waits for gradients, between two questions whether a collective has failed."""
 _PAUSE, _LONG_PAUSE = 20e-6, 1e-3
 _NEEDED = ("Event", "Stream", "stream", "device", "current_stream")
 
@@ -63,7 +63,8 @@ class QueuedWork:
         self._devices = found if self._module is not None else []
         self._gradients, self._update = self._events(), self._events()
         self._marked = self._torn = False
-        self._at_gate: Callable[[], bool] = bool
+        self._goes_on: Callable[[], bool] = bool
+        self._asks_at = 0.0
 
     def gate(self, session: Session) -> Callable[[], None]:
         """`session.before_update` for a training thread that gives its work to a device.
@@ -76,7 +77,7 @@ class QueuedWork:
             return before_update
         status = session.status
         status.free, status.doomed = self.free, why_not_again
-        self._at_gate = lambda: status.at_gate
+        self._goes_on = lambda: status.may_go_on
         _warn_of_watchdog(self._devices[0])
 
         def wait_then_ask() -> None:
@@ -86,14 +87,15 @@ class QueuedWork:
             self._record(self._gradients)
             if status.inside:  # a further optimizer of the same step, which can only be finished
                 self._wait(lambda: status.outcome is not None)
-                if why := failure():
+                if why := let_go():
                     raise _torn_gradients(why) if status.outcome is None else Released(status.outcome)
                 return
             while True:
-                self._wait(lambda: status.closed)
+                self._wait(lambda: status.closed or bool(self._failed()))
                 before_update()
-                why = failure()
-                if self._done(self._gradients) and not why:
+                done = self._done(self._gradients)
+                why = let_go() if done else failure()
+                if done and not why:
                     return
                 status.not_yet()  # the gate was closed, and has opened again; it may close once more
                 if why:
@@ -119,8 +121,9 @@ class QueuedWork:
         Raises:
             NotSaveable: the device does not come to the mark.
         """
+        number = groups_number()
         self._await_update()
-        with self._taking_work(), ExitStack() as stack:
+        with self._taking_work(number), ExitStack() as stack:
             own = [self._idle_stream(device) for device in self._devices]
             for device, stream in zip(self._devices, own, strict=True):
                 stack.enter_context(self._module.device(device))
@@ -144,20 +147,31 @@ class QueuedWork:
             self._abort(number)
 
     def _await_update(self) -> None:
-        deadline = _clock.monotonic() + LONGEST
+        deadline, waited = _clock.monotonic() + LONGEST, False
         while self._marked and not self._done(self._update):
+            waited = True
             if _clock.monotonic() > deadline:
                 raise NotSaveable(f"the accelerator has not made the update that it was given, for {LONGEST:g} s")
             time.sleep(_PAUSE)
-        if self._torn:
+        if self._torn or (waited and let_go()):
             raise NotSaveable("its communicators were aborted before the accelerator had made the update")
 
-    def free(self) -> None:
-        """The training is to be entered again: should its thread not come by itself, end what it may wait for."""
-        number, deadline = groups_number(), _clock.monotonic() + FREED_AFTER
-        while groups_number() == number and _clock.monotonic() < deadline:
-            time.sleep(_LONG_PAUSE)
-        self._abort(number)
+    def free(self) -> Callable[[], None]:
+        """To be called before the training thread hears that its training is to be entered again.
+
+        Returns:
+            To be called on a thread of its own: should the training thread not come by itself, it ends what that may
+            wait for, but nothing that it has begun since.
+        """
+        number = groups_number()
+
+        def end() -> None:
+            deadline = _clock.monotonic() + FREED_AFTER
+            while groups_number() == number and _clock.monotonic() < deadline:
+                time.sleep(_LONG_PAUSE)
+            self._abort(number)
+
+        return end
 
     def _abort(self, number: int) -> bool:
         torn = self._marked and not self._done(self._update)
@@ -166,17 +180,17 @@ class QueuedWork:
         return abort_groups(number)
 
     @contextmanager
-    def _taking_work(self) -> Iterator[None]:
+    def _taking_work(self, number: int) -> Iterator[None]:
         """See to it that the device takes work, at the cost of collectives that nobody needs any more.
 
-        It may take some now, and none a moment later: the training thread queues more, or waits only then. One that
-        waits at the gate waits for no collective; ranks that stop for others to be taken in go on from there.
+        It may take some now, and none a moment later: the training thread queues more, or waits only then. Ranks that
+        may go on from where they are need their collectives.
         """
-        over, number = threading.Event(), groups_number()
+        over = threading.Event()
 
         def look() -> None:
             while not over.is_set():
-                if not self._takes_work() and not self._at_gate():
+                if not self._takes_work() and not over.is_set() and not self._goes_on():
                     self._abort(number)
                     return
                 over.wait(LOOKS_EVERY)
@@ -211,13 +225,18 @@ class QueuedWork:
                 break
         return found
 
+    def _failed(self) -> str:
+        """As `failure`, asked now and then: it looks at all groups."""
+        if (now := _clock.monotonic()) < self._asks_at:
+            return ""
+        self._asks_at = now + ASKS_EVERY
+        return failure()
+
     def _wait(self, ends: Callable[[], bool]) -> None:
-        pause, asked = _PAUSE, 0
+        pause, self._asks_at = _PAUSE, _clock.monotonic() + ASKS_EVERY
         while not self._done(self._gradients) and not ends():
             time.sleep(pause)
-            pause, asked = min(pause * 1.02, _LONG_PAUSE), asked + 1
-            if asked % _EVERY == 0 and failure():
-                return
+            pause = min(pause * 1.02, _LONG_PAUSE)
 
     def _events(self) -> list[Any]:
         return [self._module.Event() for _ in self._devices]

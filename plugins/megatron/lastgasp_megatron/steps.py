@@ -127,6 +127,7 @@ class Steps:
     def iteration_end(self) -> None:
         """`train_step` has returned. One that left the weights alone (loss scale) counts, too."""
         if self._tried and not self._counted:
+            self._before_update()  # it ends a step all the same, whose scale is that of all ranks
             self._capture(self.step + 1, True)
             self.inside = True  # what was copied of the step before is about to be replaced
             self._complete(updated=False)

@@ -247,6 +247,7 @@ class Run:
         training = self.training
         if self._trainer.state.global_step > training.step:
             faults.fire_at("step_end", training.step)
+            training.before_completed()
             step = training.completed((grad_norm, learning_rate))
             self.session.step_completed(step)
             self.marks.step_end(step)

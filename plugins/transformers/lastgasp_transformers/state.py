@@ -162,6 +162,15 @@ class Training(adapter.Training):
     def _after_update(self, *_: object) -> None:
         self.phase = "updated"
 
+    def before_completed(self) -> None:
+        """A step is about to be completed; one whose update a GradScaler has skipped has not come to the gate yet.
+
+        Raises:
+            Released: a recovery took place.
+        """
+        if not self.phase:
+            self._gate()
+
     def updated(self) -> None:
         """Trainer's optimizer has made its step, if it was not left out."""
         if self.phase:
