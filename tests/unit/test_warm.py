@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.imported import VARIABLE, changed, libraries, origin, report
+from lastgasp.gasp.imported import TEMPLATES, VARIABLE, changed, libraries, origin, report
 from lastgasp.launch import forked as forked_module
 from lastgasp.launch import warm, warm_checks, warm_process
 from lastgasp.launch.forked import ForkedProcess
@@ -350,6 +350,60 @@ def test_a_library_that_keeps_main_and_the_arguments_at_an_import_keeps_the_rank
         rank, out, err = forked(found, tmp_path, *command[2:])
         assert rank.wait(PATIENCE) == 0, err.read_text()
     assert out.read_text() == fresh(tmp_path, *command[2:]).stdout == f"{command[2:]} {program}\n"
+
+
+TEMPLATES_OF_TORCH = """
+import atexit, importlib, os, sys, tempfile
+_TEMP_DIR = tempfile.TemporaryDirectory()
+INSTANTIATED_TEMPLATE_DIR_PATH = _TEMP_DIR.name
+atexit.register(_TEMP_DIR.cleanup)
+sys.path.append(INSTANTIATED_TEMPLATE_DIR_PATH)
+def instantiate_non_scriptable_remote_module_template():
+    with open(os.path.join(INSTANTIATED_TEMPLATE_DIR_PATH, "_remote_module_non_scriptable.py"), "w") as file:
+        file.write("found = 3")
+    importlib.invalidate_caches()
+    return importlib.import_module("_remote_module_non_scriptable")
+"""
+REMOTE_MODULES = """
+import importlib, os, sys, types
+sys.modules["torch.distributed.nn.jit"] = types.ModuleType("torch.distributed.nn.jit")
+sys.modules["torch.distributed.nn.jit"].__path__ = [os.path.dirname(__file__)]
+module = importlib.import_module("torch.distributed.nn.jit.instantiator")
+template = module.instantiate_non_scriptable_remote_module_template()
+sys.path.append("/behind")
+"""
+
+
+def test_each_rank_has_its_own_folder_for_the_remote_modules_of_torch_2_7(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks report other files of it than the warm process has; none is left, also where that is killed."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    library(tmp_path, "instantiator", TEMPLATES_OF_TORCH)
+    library(tmp_path, "remote", REMOTE_MODULES)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, remote, sys; from lastgasp.gasp.imported import origin\n"
+        "folder = remote.module.INSTANTIATED_TEMPLATE_DIR_PATH\n"
+        "print(folder, sys.path.index(folder) - len(sys.path), sum('/scratch/' in one for one in sys.path),\n"
+        "      os.path.isfile(os.path.join(folder, '_remote_module_non_scriptable.py')), remote.template.found,\n"
+        "      os.path.dirname(remote.template.__file__) == folder, [origin(remote.template)])"
+    )
+    modules = reported(tmp_path, "remote") | {TEMPLATES: str(tmp_path / "site-packages" / "instantiator.py")}
+    with process(tmp_path, modules=modules) as found:
+        ready(found)
+        assert list(scratch.iterdir()) == []
+        facts = []
+        for _ in range(2):
+            rank, out, err = forked(found, tmp_path, str(program))
+            assert rank.wait(PATIENCE) == 0, err.read_text()
+            facts.append(out.read_text().split(maxsplit=1))
+    alone = fresh(tmp_path, str(program)).stdout.split(maxsplit=1)
+    assert len({folder for folder, _ in [*facts, alone]}) == 3
+    assert [rest for _, rest in facts] == [alone[1]] * 2
+    assert list(scratch.iterdir()) == []
 
 
 def test_variables_that_were_set_before_the_first_import_are_there_in_the_rank(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ import msgspec
 VARIABLE = "LASTGASP_IMPORTED"
 """Set by the launcher for its ranks: the file that the first of them writes to."""
 LIBRARIES = ("site-packages", "dist-packages")
+TEMPLATES = "torch.distributed.nn.jit.instantiator"
+"""In torch 2.7 it writes modules to a temporary folder of this process (`launch.warm_templates`)."""
 _NOT = ("torch._inductor", "triton")
 """Importing these may start torch's compile workers."""
 
@@ -83,12 +85,21 @@ def libraries(modules: Mapping[str, str]) -> Iterator[str]:
 
 
 def origin(module: Any) -> str:
-    """Where it was loaded from; empty for what cannot be imported from a file."""
+    """Where it was loaded from; empty for what cannot be imported from a file, or from one of this process alone."""
     try:
         spec = vars(module).get("__spec__")
-        return str(spec.origin or "") if spec is not None and spec.name == module.__name__ else ""
+        path = str(spec.origin or "") if spec is not None and spec.name == module.__name__ else ""
+        return "" if path and os.path.dirname(path) == templates_in(sys.modules) else path
     except Exception:  # a stand-in that somebody has put into sys.modules
         return ""
+
+
+def templates_in(modules: Mapping[str, Any]) -> str:
+    """The folder that torch has written modules to; empty where it has none."""
+    module = modules.get(TEMPLATES)
+    if module is None or not hasattr(module, "_TEMP_DIR"):
+        return ""
+    return str(module.INSTANTIATED_TEMPLATE_DIR_PATH)
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:

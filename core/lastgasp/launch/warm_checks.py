@@ -164,12 +164,12 @@ def watching_environment(names: Collection[str]) -> Iterator[list[tuple[str, str
     get, iterate = kind.__getitem__, kind.__iter__
 
     def getitem(self: Any, name: str) -> Any:
-        if name in names and (reader := _importing(sys._getframe(1))):
+        if name in names and (reader := importing(sys._getframe(1))):
             found.append((reader, name))
         return get(self, name)
 
     def iter_all(self: Any) -> Iterator[Any]:
-        if reader := _importing(sys._getframe(1)):
+        if reader := importing(sys._getframe(1)):
             found.extend((reader, name) for name in names if name.startswith(BY_PREFIX.get(reader, "")))
         return iterate(self)
 
@@ -196,7 +196,7 @@ def watching_seeds() -> Iterator[None]:
         random.Random.seed = original  # type: ignore[method-assign]
 
 
-def _importing(frame: FrameType | None) -> str:
+def importing(frame: FrameType | None) -> str:
     """The innermost module whose top level is running."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":

@@ -23,6 +23,7 @@ from typing import Any
 from lastgasp.gasp.again import ORDER
 from lastgasp.launch import warm_checks
 from lastgasp.launch.orphans import MARK
+from lastgasp.launch.warm_templates import renew_templates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ def become(order: Order, descriptors: Sequence[int], imported: Mapping[str, str 
     multiprocessing.current_process().authkey = os.urandom(32)
     renew_ranks(sys.modules)
     renew_seeds(sys.modules)
+    renew_templates(sys.modules)
     pass_barriers(sys.modules)
 
 

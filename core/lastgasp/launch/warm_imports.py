@@ -13,6 +13,7 @@ from typing import Any
 
 from lastgasp.gasp.imported import libraries
 from lastgasp.launch import warm_checks
+from lastgasp.launch.warm_templates import without_templates
 
 SLICE, PAUSE = 0.02, 0.04
 """Seconds of processor time after which the process looks whether it had to wait for a processor, and how long it then
@@ -29,7 +30,7 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
             its own value of.
     """
     watching = warm_checks.watching_environment({*plan["own"], *plan["environment"]})
-    with warm_checks.watching_seeds(), watching as readers:
+    with warm_checks.watching_seeds(), watching as readers, without_templates(plan["modules"]):
         for name in libraries(plan["modules"]):
             try:
                 importlib.import_module(name)
