@@ -7,13 +7,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-SHUTDOWN = (
-    ("self", "death_sig", "timeout"),  # 2.13
-    ("self", "death_sig"),  # 2.11
-    ("self", "death_sig", "is_restart"),  # 2.6 and 2.7
-)
-"""The parameters that `_shutdown` has in some release."""
-
 
 def shut_down(shutdown: Callable[..., None], context: Any, sig: signal.Signals, timeout: int, keep: bool) -> None:
     """Call torch's `_shutdown`, which stops the ranks; each torch gives them `timeout` seconds.

@@ -16,8 +16,6 @@ from typing import Any
 
 import wrapt
 
-from lastgasp.launch.older_torch import SHUTDOWN
-
 log = logging.getLogger("lastgasp.launch")
 
 _API = "torch.distributed.launcher.api"
@@ -88,7 +86,11 @@ _OVERRIDDEN: dict[str, tuple[tuple[str, ...], ...]] = {
     "_start_workers": (("self", "worker_group"),),
     "_monitor_workers": (("self", "worker_group"),),
     "_exit_barrier": (("self",),),
-    "_shutdown": SHUTDOWN,
+    "_shutdown": (
+        ("self", "death_sig", "timeout"),  # 2.13
+        ("self", "death_sig"),  # 2.11
+        ("self", "death_sig", "is_restart"),  # 2.6 and 2.7
+    ),
     "run": (("self", "role"),),
 }
 """Methods of torch's agent, some of them private, and the parameters that they have in the releases known here."""
