@@ -59,12 +59,21 @@ class QueuedWork:
 
     def __init__(self, devices: Iterable[torch.device], module: Any = None) -> None:
         found = [device for device in devices if device.type not in ("cpu", "meta")]
-        self._module = module if module is not None or not found else _module_of(found[0])
+        self._module = module if module is not None or not found else self.module_of(found[0])
         self._devices = found if self._module is not None else []
         self._gradients, self._update = self._events(), self._events()
         self._marked = self._torn = False
         self._goes_on: Callable[[], bool] = bool
         self._asks_at = 0.0
+
+    @staticmethod
+    def module_of(device: torch.device) -> Any:
+        """torch's module of this kind of device; None where it has no streams that one could wait for."""
+        try:
+            found = torch.get_device_module(device)
+        except (RuntimeError, AttributeError):
+            return None
+        return found if all(hasattr(found, name) for name in _NEEDED) else None
 
     def gate(self, session: Session) -> Callable[[], None]:
         """`session.before_update` for a training thread that gives its work to a device.
@@ -263,19 +272,10 @@ def _torn_gradients(why: str) -> RuntimeError:
 
 
 def _warn_of_watchdog(device: torch.device) -> None:
-    """NCCL notices a dead peer over a network, and torch ends the process then, whatever it has to save."""
+    """NCCL notices a dead peer over a network, and torch ends the process a minute later, whatever it has to save."""
     here, all_of_them = (int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     value = os.environ.get(WATCHDOG, "3")
     if device.type == "cuda" and value != "0" and all_of_them > here and os.environ.get("RANK") == "0":
-        log.warning("%s=%s: where NCCL notices a dead rank on another host, it ends this process, perhaps before the "
-                    "step is saved. Set it to 0 on all nodes; lastgasp finds hung ranks itself",
-                    WATCHDOG, value)  # fmt: skip
-
-
-def _module_of(device: torch.device) -> Any:
-    """torch's module of this kind of device; None where it has no streams that one could wait for."""
-    try:
-        found = torch.get_device_module(device)
-    except (RuntimeError, AttributeError):
-        return None
-    return found if all(hasattr(found, name) for name in _NEEDED) else None
+        log.warning("%s=%s: once NCCL has noticed a dead rank on another host, torch ends this process after a minute, "
+                    "which may be before a large state is saved. Set it to 0 on all nodes; lastgasp finds hung ranks "
+                    "itself, while a training is under way", WATCHDOG, value)  # fmt: skip

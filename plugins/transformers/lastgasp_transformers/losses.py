@@ -107,13 +107,7 @@ def _page_locked(dtype: torch.dtype) -> Tensor:
 def _module_of(device: torch.device) -> Any:
     """None where it has no streams that one could ask: then the host waits, as for any other number there."""
     try:
-        found = torch.get_device_module(device)
-    except (RuntimeError, AttributeError):
-        return None
-    if not all(hasattr(found, name) for name in ("Event", "current_stream")):
-        return None
-    try:
         _page_locked(torch.float32)
     except RuntimeError:
         return None
-    return found
+    return shared.QueuedWork.module_of(device)
