@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.imported import TEMPLATES, VARIABLE, changed, libraries, origin, report
+from lastgasp.gasp.imported import TEMPLATES, VARIABLE, Imported, changed, libraries, origin, report
 from lastgasp.launch import forked as forked_module
 from lastgasp.launch import warm, warm_checks, warm_process
 from lastgasp.launch.forked import ForkedProcess
@@ -462,6 +462,18 @@ def test_what_is_no_report_costs_the_warm_process_and_not_the_job(tmp_path: Path
         one.look(Ranks(COMMAND, ()))
         assert "cannot be read" in one.why, line
         one.close()
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_imports_that_ask_torch_for_a_gpu_do_not_take_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a CUDA context no fork could use the GPU; what the user has set stays."""
+    name, made = "PYTORCH_NVML_BASED_CUDA_CHECK", list[Mapping[str, str]]()
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(warm, "WarmProcess", lambda command, environment, plan: made.append(environment))
+    Warm(why="")._prepare(Ranks(COMMAND, ()), Imported(modules={}, environment={}))
+    assert made[0][name] == (given or "1")
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
