@@ -75,7 +75,9 @@ def keep_logs(workers: list[Worker], attempt: int) -> list[Path]:
 
 
 def wait_shown(readers: list[int], logs: list[Path], seconds: float) -> None:
-    """Let the processes that show the logs finish reading them before they are killed.
+    """Let the processes that show the logs finish showing them before they are killed.
+
+    One that has read to the end still has to write what it read: it has done so when it sleeps.
 
     Args:
         readers: their process ids.
@@ -93,9 +95,14 @@ def _behind(pid: int, logs: list[Path]) -> bool:
             if log in logs:
                 text = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
                 position = int(text.partition("pos:")[2].split()[0])
-                return position < log.stat().st_size
+                return position < log.stat().st_size or not _sleeps(pid)
         return True  # it has just been started
     return False
+
+
+def _sleeps(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return state[0] == b"S"
 
 
 def _link(path: str) -> Path | None:
