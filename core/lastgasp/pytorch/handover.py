@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from lastgasp.pytorch.io import without_crc32
+from torch import Tensor, UntypedStorage
+from torch.serialization import default_restore_location, location_tag
+from torch.storage import TypedStorage
 
 CHUNK = 256 << 20
 """Bytes that are sent at once."""
+SMALL = 1 << 16
+"""Bytes up to which a tensor's memory is sent with the text: an optimizer has thousands of step counters."""
+
+_Known = tuple[int, bytes | None, str, torch.dtype | None]
+"""Of the memory of a tensor: its number, its bytes if they are few, where it is, its type unless it is none's."""
 
 
 def cloned(value: Any) -> Any:
@@ -31,42 +37,103 @@ def cloned(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def parts_of(value: Any) -> list[Tensor]:
+    """Pickle a value into tensors of bytes: a text, and each large tensor's own memory, of which nothing is copied."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return [torch.frombuffer(file.getbuffer(), dtype=torch.uint8), *map(_bytes_of, pickler.large)]
+
+
+def made_of(parts: list[Tensor]) -> Any:
+    """What the parts are of: its large tensors take the memory of the parts, which must be on the host."""
+    text, *large = parts
+    return _Unpickler(io.BytesIO(text.numpy().data), [part.untyped_storage() for part in large]).load()
+
+
 def hand_over(value: Any, source: int, takers: Iterable[int]) -> Any:
     """Return `value` of rank `source` on the `takers`, and the own one on all others; all ranks call it together.
 
-    The value was made by this very job, so that it is unpickled without restrictions.
+    Tensors go from memory to memory: to write them by `torch.save` first and read that takes far longer than to send
+    them. The value was made by this very job, so that it is unpickled without restrictions.
     """
     rank = dist.get_rank()
     if rank != source:
         return _taken(source) if rank in takers else value
-    data = _encoded(value)
+    parts = parts_of(value)
+    sizes = torch.tensor([len(part) for part in parts])
     for taker in takers:
-        dist.send(torch.tensor([len(data)], device=_device()), taker)
-        for begin in range(0, len(data), CHUNK):
-            dist.send(data[begin : begin + CHUNK].to(_device()), taker)
+        dist.send(torch.tensor([len(parts)], device=_device()), taker)
+        for part in (sizes, *parts):
+            for begin in range(0, len(part), CHUNK):
+                dist.send(part[begin : begin + CHUNK].to(_device()), taker)
     return value
 
 
 def _taken(source: int) -> Any:
-    size = torch.zeros(1, dtype=torch.int64, device=_device())
-    dist.recv(size, source)
-    whole = torch.empty(int(size), dtype=torch.uint8)
-    for begin in range(0, len(whole), CHUNK):
+    count = int(_received(1, torch.int64, source))
+    sizes = _received(count, torch.int64, source).tolist()
+    return made_of([_received(size, torch.uint8, source) for size in sizes])
+
+
+def _received(length: int, dtype: torch.dtype, source: int) -> Tensor:
+    whole = torch.empty(length, dtype=dtype)
+    for begin in range(0, length, CHUNK):
         part = whole[begin : begin + CHUNK]
-        received = part.to(_device())
+        received = part if _device().type == "cpu" else torch.empty_like(part, device=_device())
         dist.recv(received, source)
         part.copy_(received)
-    return torch.load(io.BytesIO(whole.numpy().data), weights_only=False)
+    return whole
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out what is in the memory of large tensors. Those that share it do so at the other end, too."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.large: list[UntypedStorage] = []
+        self._seen: dict[int, tuple[int, UntypedStorage, bytes | None]] = {}
+
+    def persistent_id(self, value: Any) -> _Known | None:
+        """What stands for the memory of a tensor."""
+        if not isinstance(value, TypedStorage | UntypedStorage):
+            return None
+        dtype = value.dtype if isinstance(value, TypedStorage) else None
+        memory = value._untyped_storage if isinstance(value, TypedStorage) else value
+        if memory._cdata not in self._seen:
+            data = bytes(_bytes_of(memory).cpu().numpy()) if memory.nbytes() <= SMALL else None
+            self._seen[memory._cdata] = len(self._seen), memory, data
+            self.large += [memory] if data is None else []
+        number, _, data = self._seen[memory._cdata]
+        return number, data, location_tag(memory), dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, large: Iterable[UntypedStorage]) -> None:
+        super().__init__(file)
+        self._large, self._seen = iter(large), dict[int, UntypedStorage]()
+
+    def persistent_load(self, known: _Known) -> TypedStorage | UntypedStorage:
+        number, data, tag, dtype = known
+        if number not in self._seen:
+            memory = next(self._large) if data is None else _memory(data)
+            self._seen[number] = default_restore_location(memory, tag)  # type: ignore[no-untyped-call]
+        memory = self._seen[number]
+        if dtype is None:
+            return memory
+        return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _bytes_of(memory: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def _memory(data: bytes) -> UntypedStorage:
+    there = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return there.clone().untyped_storage()  # aligned as torch does it
 
 
 def _device() -> torch.device:
     """Of tensors that the default group takes: on the host, if it takes any from there ("cpu:gloo,cuda:nccl")."""
     host = dist.get_backend() != "nccl" or "cpu:" in str(dist.get_backend_config())
     return torch.device("cpu") if host else torch.device("cuda", torch.cuda.current_device())
-
-
-def _encoded(value: Any) -> Tensor:
-    file = io.BytesIO()
-    with without_crc32():  # torch.load never checks it
-        torch.save(value, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
