@@ -439,6 +439,28 @@ def test_threads_of_a_library_that_looks_after_forks_are_no_hindrance(tmp_path: 
     assert out.read_text() == "27000000.0\n"
 
 
+JEMALLOC = """
+import threading
+named = threading.Event()
+def give_back():
+    with open("/proc/thread-self/comm", "w") as file:
+        file.write("jemalloc_bg_thd")
+    named.set()
+    threading.Event().wait()
+threading.Thread(target=give_back, daemon=True).start()
+named.wait()
+"""
+
+
+def test_the_thread_by_which_jemalloc_gives_memory_back_is_no_hindrance(tmp_path: Path) -> None:
+    """It is there wherever pyarrow is imported: by `datasets`, and so by Hugging Face's Trainer."""
+    library(tmp_path, "pool", JEMALLOC)
+    with process(tmp_path, "pool") as found:
+        ready(found)
+        rank, _, err = forked(found, tmp_path, str(SCRIPT), "exit", "3")
+        assert rank.wait(PATIENCE) == 3, err.read_text()
+
+
 # -- what the launcher decides ---------------------------------------------------------------------
 
 

@@ -21,6 +21,9 @@ READ_AGAIN = frozenset(
 )
 """Modules that take a rank from the environment when they are imported, and whose value is renewed in the child
 (`warm_child.renew_ranks`)."""
+LEFT_BEHIND = frozenset({"jemalloc_bg_thd"})
+"""Names of threads that do no harm to a fork. That of jemalloc, which comes with pyarrow and so with `datasets` and
+Trainer, gives memory back: jemalloc holds all its locks while a process forks, and a child does without it."""
 BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWORKX_"}
 """Modules that go through all variables when they are imported, and how the names begin that they take."""
 AT_LOADING = (
@@ -36,8 +39,16 @@ child (`warm_child.renew_seeds`)."""
 
 
 def threads() -> int:
-    """How many threads this process has; those of native libraries, too."""
-    return len(os.listdir("/proc/self/task"))
+    """How many threads this process has, those of native libraries too, but for those that a fork may leave behind."""
+    return sum(_name_of(thread) not in LEFT_BEHIND for thread in os.listdir("/proc/self/task"))
+
+
+def _name_of(thread: str) -> str:
+    try:
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            return file.read().rstrip("\n")
+    except OSError:  # it has ended
+        return ""
 
 
 def files() -> dict[int, str]:
