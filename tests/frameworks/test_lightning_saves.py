@@ -49,7 +49,8 @@ def saves(folder: Path, saving: dict[str, Any], strike: int | None, validation: 
         job.restart()
         keeps = ModelCheckpoint(folder / "kept", "{step}", **saving)
         strikes = StrikeAtValidation(validation and not attempt)
-        trainer = job.make(Worse(), keeps, strikes, strike=None if attempt else strike)
+        first = ModelCheckpoint(folder / "first", every_n_train_steps=4) if strike == 4 else Worse()
+        trainer = job.make(Worse(), first, keeps, strikes, strike=None if attempt else strike)
         loaders = DataLoader(data(), 4, shuffle=True), DataLoader(data(2, 8), 4)
         if fit(trainer, Small(), loaders[0], val_dataloaders=loaders[1]):
             break
@@ -68,12 +69,13 @@ def test_last_stays_what_it_was(tmp_path: Path, last: Any) -> None:
     assert saves(tmp_path / "straight", saving, None, False) == saves(tmp_path / "struck", saving, 8, False)
 
 
-def test_what_waits_for_a_validation_is_saved_behind_it(tmp_path: Path) -> None:
-    """The metric is not there before; the fault comes in between."""
+@pytest.mark.parametrize("strike", [None, 4])
+def test_what_waits_for_a_validation_is_saved_behind_it(strike: int | None, tmp_path: Path) -> None:
+    """The metric is not there before; the fault comes in between, in a job that begins with another one's file, too."""
     saving = {"monitor": "worse", "save_top_k": -1, "every_n_train_steps": 4}
     straight = saves(tmp_path / "straight", saving, None, False, val_check_interval=5)
     assert "step=5.ckpt" in straight
-    assert saves(tmp_path / "struck", saving, None, True, val_check_interval=5) == straight
+    assert saves(tmp_path / "struck", saving, strike, strike is None, val_check_interval=5) == straight
 
 
 class CutShort(ModelCheckpoint):
@@ -109,20 +111,23 @@ def written_already(gasp: Path, file: Path) -> None:
     LAYOUT.manifest_path(file).write_bytes(manifest.encode(manifest.build(own, files)))
 
 
-@pytest.mark.parametrize("moment", ["before", "behind", "callback", "written"])
+@pytest.mark.parametrize("moment", ["before", "behind", "epoch", "callback", "written"])
 def test_a_save_that_the_fault_cut_short_is_made_up(tmp_path: Path, moment: str) -> None:
-    """The job resumes behind the step whose save was due: nobody else would make it."""
+    """The job resumes behind the step whose save was due, of all or of the second alone: nobody else would make it."""
     found: dict[str, dict[str, Any]] = {}
     for name in ("straight", moment):
-        job = Job(tmp_path / name, {"enable_checkpointing": True})
+        epochs = 1 if moment in ("behind", "epoch") else 2  # of one epoch, step 6 is the last that writes last.ckpt
+        job = Job(tmp_path / name, {"enable_checkpointing": True, "max_epochs": epochs})
         for attempt in range(2):
             seed(1)
             job.restart()
-            keeps, raises = CutShort(job.folder / "kept", "{step}", every_n_train_steps=3, save_top_k=-1), Raises()
-            keeps.strikes = name if not attempt else ""
+            saving: dict[str, Any] = {"every_n_epochs": 1} if moment == "epoch" else {"every_n_train_steps": 3}
+            saving |= {"save_top_k": 1 if moment == "before" else -1, "save_last": True}
+            keeps, raises = CutShort(job.folder / "kept", "{step}", **saving), Raises()
+            keeps.strikes = {"epoch": "behind"}.get(name, name) if not attempt else ""
             raises.strikes = name in ("callback", "written") and not attempt
-            other = ModelCheckpoint(job.folder / "kept", "other-{step}", every_n_train_steps=4, save_top_k=-1)
-            ended = fit(job.make(other, keeps, raises), Small())
+            other = ModelCheckpoint(job.folder / "kept", "other-{step}", every_n_train_steps=2, save_top_k=-1)
+            ended = fit(job.make(keeps, other, raises), Small())
             gasp = job.folder / "ckpts/gasp-step=00000006.ckpt"
             assert gasp.exists() == (name in ("before", "callback", "written"))
             assert ended == (bool(attempt) or name == "straight")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
-
 from lastgasp.adapter.torch import patch_group
 
 
@@ -25,15 +23,3 @@ def patch_groups(optimizer_states: list[dict[str, Any]], groups: list[list[dict[
     for state, saved in zip(optimizer_states, groups, strict=True):
         for group, values in zip(state["param_groups"], saved, strict=True):
             patch_group(group, values)
-
-
-def saves(trainer: Any) -> dict[str, Any]:
-    """What each ModelCheckpoint knows of its saves and has in no state of its own: step and path of the last one, and
-    whether one waits for the end of a validation.
-    """
-    found = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-    return {
-        "saved_steps": {one.state_key: one._last_global_step_saved for one in found},
-        "saved_paths": {one.state_key: str(one._last_checkpoint_saved) for one in found},
-        "deferred_saves": [one.state_key for one in found if getattr(one, "_defer_save_until_validation", False)],
-    }

@@ -24,6 +24,7 @@ log = logging.getLogger("lastgasp")
 LAYOUT, SHARDED = SingleFile(".ckpt"), DirectoryLayout("*.ckpt")
 """Of checkpoints that one rank writes, and of those that each rank writes a part of."""
 
+UNKNOWN = "", -1
 _Saver = tuple[str, int]
 """Of a ModelCheckpoint: its key, and 0 for its best ones, 1 for its last one."""
 
@@ -207,13 +208,13 @@ def named(path: Path, layout: Layout = LAYOUT) -> Path:
 
 
 def saved_by(path: str) -> tuple[str, int]:
-    """The job that has saved this checkpoint, and of which step; an empty one where that is not known."""
+    """The job that has saved this checkpoint, and of which step; `UNKNOWN` where it has no manifest."""
     if path and not is_remote(path):
         for layout in (LAYOUT, SHARDED):
             found = read_manifest(layout.manifest_path(named(Path(path), layout)))
             if isinstance(found, Manifest):
                 return found.job, found.step
-    return "", -1
+    return UNKNOWN
 
 
 def _located(path: Path) -> Path:

@@ -6,10 +6,9 @@ import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,9 +30,10 @@ from lastgasp.adapter.torch import (
 from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
-from lastgasp_lightning.checkpoint_io import named, saved_by
+from lastgasp_lightning.checkpoint_io import saved_by
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.extra import split_extra
+from lastgasp_lightning.made_up import make_up_saves, not_there, skip_second_save
 from lastgasp_lightning.metrics import as_logged, decode_own, is_summed, of_a_new_rank, restore_results, with_others
 from lastgasp_lightning.state import KEY, VERSION, LightningState
 from lastgasp_lightning.tuner import set_found
@@ -175,7 +175,10 @@ class Resume:
         if (accumulate := record.get("accumulate")) is not None:  # callbacks change it only when an epoch starts
             trainer.accumulate_grad_batches = accumulate
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
-        _skip_second_save(trainer, record)
+        here = {(job, record["step"]) for job in (self.job, saved_by(str(trainer.ckpt_path or ""))[0])}
+        skip_second_save(trainer, record, here)
+        if missing := not_there(trainer, record):
+            self._note(missing)
         _start_averaging(trainer)
         for optimizer, groups in zip(trainer.optimizers, record["param_groups"], strict=False):
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
@@ -209,8 +212,7 @@ class Resume:
         self._state.resumed()
         if trainer._logger_connector._first_loop_iter is not None:
             trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
-        if record.get("gasp"):
-            _make_up_saves(trainer, {self.job, saved_by(str(trainer.ckpt_path or ""))[0]})
+        make_up_saves(trainer, record, here)
 
     def _asked_to_stop(self, trainer: Any, record: dict[str, Any]) -> bool:
         """Whether the training of the checkpoint was asked to stop, and is what goes on.
@@ -289,58 +291,3 @@ def _start_averaging(trainer: Any) -> None:
             continue
         if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-
-
-def _skip_second_save(trainer: Any, record: dict[str, Any]) -> None:
-    """Checkpoints that were already saved at this step must not be saved again by the replay; what waits is saved."""
-    loaded = str(trainer.ckpt_path or "")
-    for callback in trainer.callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        key = callback.state_key
-        step, saved = record["saved_steps"].get(key, 0), record.get("saved_paths", {}).get(key, "")
-        known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-        if loaded and any(path and Path(path) == Path(loaded) for path in known):
-            step = record["step"]
-            saved = str(named(Path(loaded))) if callback.save_last == "link" else saved
-        callback._last_global_step_saved = step
-        if saved and Path(saved).is_relative_to(callback.dirpath or ""):  # else at its end it saves last.ckpt anew
-            callback._last_checkpoint_saved = saved
-        callback._defer_save_until_validation = key in record.get("deferred_saves", ()) and step != record["step"]
-
-
-def _make_up_saves(trainer: Any, jobs: set[str]) -> None:
-    """Saves of `every_n_train_steps` that were due at this boundary, and that the fault prevented or cut short.
-
-    As rank 0 knows them: of ranks that were entered again, some may have returned from the save and others not. A file
-    that one of these `jobs` had written by then is written once more, not beside itself.
-    """
-    step, found = trainer.global_step, [one for one in trainer.callbacks if _saves_at(one, trainer.global_step)]
-    if not found:
-        return
-    files = [one.format_checkpoint_name(one._monitor_candidates(trainer)) for one in found]
-    said = [(one._last_global_step_saved != step, saved_by(file) in {(job, step) for job in jobs})
-            for one, file in zip(found, files, strict=True)]  # fmt: skip
-    batches = trainer.fit_loop.epoch_loop.batch_progress
-    for callback, (due, there) in zip(found, trainer.strategy.broadcast(said), strict=True):
-        if not due:
-            continue
-        callback._last_global_step_saved = 0
-        versions = callback._enable_version_counter
-        callback._enable_version_counter = versions and not there
-        for counts in (batches.total, batches.current):  # as in the hook: the batch is processed, and not completed
-            counts.completed -= 1
-        try:
-            callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, batches.current.ready - 1)
-        finally:
-            callback._enable_version_counter = versions
-            for counts in (batches.total, batches.current):
-                counts.completed += 1
-
-
-def _saves_at(callback: Any, step: int) -> bool:
-    """Whether it is a ModelCheckpoint that saves behind `step`, by Lightning's own hook."""
-    own = isinstance(callback, ModelCheckpoint)
-    own = own and type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end
-    every = callback._every_n_train_steps if own else 0
-    return bool(every > 0 and step > 0 and step % every == 0)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lastgasp.adapter.torch import Flags, own_copy, values_of, which_weights
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
+from lastgasp_lightning.saves import Saves
 from lastgasp_lightning.uservalues import ValuesOfSteps
 
 _Path = tuple[str, ...]
@@ -77,6 +78,7 @@ class Snapshotter:
         self._values = values_of()
         self._names: list[tuple[str, ...]] = []
         self._named = -1
+        self.saves = Saves(trainer)
         self.extra, self.flags = ExtraStates(trainer, sharded), Flags(trainer.lightning_module, gradients=True)
         self._stateful = stateful_callbacks(trainer)
         hooks = (*_MID_STEP, "on_train_batch_end") if _accumulates(trainer) else _MID_STEP
@@ -135,7 +137,8 @@ class Snapshotter:
         return self.extra.missing(snapshot.extra, exchanged or self._exchanged(snapshot))
 
     def put(self, checkpoint: dict[str, Any], snapshot: Snapshot) -> None:
-        """As `ExtraStates.put`."""
+        """As `ExtraStates.put`, and `Saves.put`."""
+        self.saves.put(checkpoint, snapshot.step)
         self.extra.put(checkpoint, snapshot.extra, self._exchanged(snapshot))
 
     def _exchanged(self, snapshot: Snapshot) -> bool:

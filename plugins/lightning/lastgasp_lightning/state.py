@@ -22,7 +22,7 @@ from lastgasp.adapter import NotSaveable
 from lastgasp.adapter.torch import AuxRecorder, BucketLayout, buffers_of, decode_aux, digests_of, without_buffers
 from lastgasp_lightning import compat
 from lastgasp_lightning.boundary import UpdateWatch, before_calls, finish_batch, steps_of, wrap_batch_end
-from lastgasp_lightning.boundary_form import patch_groups, saves, set_batch_progress
+from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buffers import Exchange, are_synced, with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
@@ -125,6 +125,7 @@ class LightningState:
             before_calls(epoch.val_loop, "run", self.before_side_effects),
             before_calls(trainer.fit_loop, "on_advance_end", self.before_side_effects),
             self.exchange.install(trainer),
+            self._snapshots.saves.install(),
         ]
 
     def uninstall(self) -> None:
@@ -291,7 +292,7 @@ class LightningState:
 
         Args:
             step: completed updates; must be the boundary that the live state stands on.
-            small: auxiliary states of ranks, where they could be had; this rank's own is added.
+            aux: auxiliary states of ranks, where they could be had; this rank's own is added.
 
         Raises:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
@@ -324,8 +325,7 @@ class LightningState:
 
     def at_boundary(self, checkpoint: dict[str, Any], snapshot: Snapshot, aux: Mapping[int, bytes]) -> dict[str, Any]:
         """Bring what `dump_live` returned to a boundary. Returns the record that goes with it."""
-        record = {**self._record(snapshot, dict(aux)), "gasp": True}
-        self._patch(checkpoint, record, snapshot)
+        self._patch(checkpoint, record := self._record(snapshot, dict(aux)), snapshot)
         return record
 
     def require(self, step: int) -> Snapshot:
@@ -405,7 +405,7 @@ class LightningState:
             "lr_schedulers": snapshot.schedulers,
             "param_groups": snapshot.groups,
             "callbacks": snapshot.callbacks,
-            **saves(self._trainer),
+            **self._snapshots.saves.known(),
             "results": encode_results(snapshot.results),
             "results_rank": self._trainer.global_rank,
             "unsaved": unsaved(self._trainer),
