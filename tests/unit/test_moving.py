@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lastgasp.pytorch import moving
+from lastgasp.pytorch.buffers import Seen
 from lastgasp.pytorch.moving import MovingParameters
 
 
@@ -140,3 +141,21 @@ def test_a_validation_that_changes_nothing_costs_no_copies() -> None:
         found.aside()
         found.in_aside()
         assert (found.held(step), found.missing(step)) == ({}, "")
+
+
+def test_nothing_has_moved_while_all_is_looked_at_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gasp may come at that very moment, on another thread."""
+    model = both()
+    found = MovingParameters(model, pytest.fail)
+    found.opens()
+    found.closes(1)
+    noted: list[str] = []
+    look = Seen.changed
+
+    def looks(seen: Seen, live: torch.Tensor) -> bool:
+        noted.append(found.missing(1))
+        return look(seen, live)
+
+    monkeypatch.setattr(Seen, "changed", looks)
+    found.aside()
+    assert noted == [""] * 4

@@ -75,9 +75,7 @@ class MovingParameters:
         chosen = {self._turn % count, *list(self._moving.values())[:1]} if self._steps >= _FIRST else range(count)
         self._steps, self._turn = self._steps + 1, self._turn + 1
         self._looked_at = [(self._all[i], self._seen[i]) for i in chosen]
-        for where, seen in self._looked_at:
-            if (live := _live(where)) is not None:
-                seen.changed(live)
+        _look(self._looked_at)
 
     def aside(self) -> None:
         """What is due after a step may change parameters (a validation with averaged weights): look at all of them.
@@ -86,10 +84,9 @@ class MovingParameters:
         """
         if self._aside is not None:
             return
-        self._aside = [(where, Seen()) for where in self._all]
-        for where, seen in self._aside:
-            if (live := _live(where)) is not None:
-                seen.changed(live)
+        looked_at = [(where, Seen()) for where in self._all]
+        _look(looked_at)
+        self._aside = looked_at  # once all were: a gasp may ask at any moment, and what was not differs
         if self._changes:
             try:
                 found = ((where[0], _live(where)) for where in self._all)
@@ -148,6 +145,12 @@ class MovingParameters:
             f"{len(lost)} parameters were changed since the end of step {step}, before an update ({_some(lost)}): they "
             "are saved as they were at the fault, and a resume will not be bit-equal"
         ) if lost else ""  # fmt: skip
+
+
+def _look(at: list[tuple[_Where, Seen]]) -> None:
+    for where, seen in at:
+        if (live := _live(where)) is not None:
+            seen.changed(live)
 
 
 def _moved(looked_at: list[tuple[_Where, Seen]]) -> list[str]:
