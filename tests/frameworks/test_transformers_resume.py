@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,9 @@ def test_a_gasp_between_two_saves_is_not_the_best_model(tmp_path: Path) -> None:
     """Nothing is loaded at the end of an undisturbed training, whose best step was not saved."""
     assert _differences_of_best(tmp_path, BestAt2, Breaks(2)) == []
     assert (tmp_path / "d/checkpoint-2.manifest.json").exists()
+    states = [json.loads((tmp_path / run / "checkpoint-12/trainer_state.json").read_text()) for run in ("plain", "d")]
+    of_best = [{name: value for name, value in one.items() if name.startswith("best_")} for one in states]
+    assert of_best[0] == of_best[1] and of_best[1]["best_global_step"] == 2
 
 
 @pytest.mark.parametrize("fault", [Breaks(4), StopsInEvaluation(4)])

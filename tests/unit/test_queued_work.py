@@ -189,18 +189,20 @@ def test_a_device_that_does_not_come_to_its_update_is_not_waited_for_without_end
 
 
 @pytest.mark.parametrize(
-    ("value", "hosts", "told"), [("1", 2, True), (None, 2, True), ("0", 2, False), ("1", 1, False)]
+    ("value", "hosts", "told"),
+    [("1", 2, "torch ends this process"), (None, 2, "torch ends this process"), ("1", 1, ""), ("0", 1, "nobody does")],
 )
-def test_that_torch_ends_survivors_of_other_hosts_is_said(
-    value: str | None, hosts: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_that_torch_ends_survivors_of_other_hosts_is_said_and_that_it_ends_no_collective(
+    value: str | None, hosts: int, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     variables = {"WORLD_SIZE": str(2 * hosts), "LOCAL_WORLD_SIZE": "2", "RANK": "0", WATCHDOG: value}
     for name, content in variables.items():
         monkeypatch.delenv(name, raising=False)
         if content is not None:
             monkeypatch.setenv(name, content)
+    caplog.set_level("INFO")
     Training()
-    assert (WATCHDOG in caplog.text) == told
+    assert (WATCHDOG in caplog.text) == bool(told) and told in caplog.text
 
 
 def test_while_a_graph_is_captured_no_event_is_asked_for() -> None:

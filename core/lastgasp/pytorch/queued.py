@@ -87,7 +87,7 @@ class QueuedWork:
         status = session.status
         status.free, status.doomed = self.free, why_not_again
         self._goes_on = lambda: status.may_go_on
-        _warn_of_watchdog(self._devices[0])
+        _tell_of_watchdog(self._devices[0])
 
         def wait_then_ask() -> None:
             if self._capturing():  # into a CUDA graph: an event cannot be asked for, and nothing is done now
@@ -271,11 +271,19 @@ def _torn_gradients(why: str) -> RuntimeError:
     return RuntimeError(f"a collective of NCCL has failed ({why}): the gradients of this step are not whole")
 
 
-def _warn_of_watchdog(device: torch.device) -> None:
-    """NCCL notices a dead peer over a network, and torch ends the process a minute later, whatever it has to save."""
+def _tell_of_watchdog(device: torch.device) -> None:
+    """NCCL notices a dead peer over a network, and torch ends the process a minute later, whatever it has to save.
+
+    Where torch is told to leave it alone, nobody but lastgasp ends a collective that hangs.
+    """
     here, all_of_them = (int(os.environ.get(name) or 1) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     value = os.environ.get(WATCHDOG, "3")
-    if device.type == "cuda" and value != "0" and all_of_them > here and os.environ.get("RANK") == "0":
+    if device.type != "cuda" or all_of_them == 1 or os.environ.get("RANK") != "0":
+        return
+    if value == "0":
+        log.info("%s=0: torch ends no collective of NCCL that hangs. lastgasp does while a training is under way; "
+                 "before it begins and behind its end nobody does", WATCHDOG)  # fmt: skip
+    elif all_of_them > here:
         log.warning("%s=%s: once NCCL has noticed a dead rank on another host, torch ends this process after a minute, "
                     "which may be before a large state is saved. Set it to 0 on all nodes; lastgasp finds hung ranks "
                     "itself, while a training is under way", WATCHDOG, value)  # fmt: skip

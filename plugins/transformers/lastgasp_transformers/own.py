@@ -65,11 +65,23 @@ def call_save(state: Any, gasps: set[int], original: Callable[..., object], *arg
     Where that is a gasp, an undisturbed run has none of that step, and keeps the best model that it has.
     """
     best = state.best_global_step
-    if best in gasps:
-        state.best_global_step = None
+    if best not in gasps:
+        original(*args)
+        return
+
+    def with_best(save: Callable[[str], None]) -> Callable[[str], None]:
+        def save_to_json(path: str) -> None:
+            state.best_global_step = best  # that it is the best step is written all the same
+            save(path)
+
+        return save_to_json
+
+    state.best_global_step = None
+    undo = adapter.replace_attribute(state, "save_to_json", with_best)
     try:
         original(*args)
     finally:
+        undo()
         state.best_global_step = best
 
 
