@@ -6,11 +6,12 @@ import threading
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from lastgasp.adapter import ManifestWriter, NativeManifests, NativeSave, Place, RankStatus, data_parallel
-from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, read_manifest, verify
+from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, read_manifest, verify, write_manifest
 
 LAYOUT = DirectoryLayout("checkpoint-*")
 WORLD = 3
@@ -76,3 +77,23 @@ def test_files_are_listed_after_auxiliary_states_were_added(tmp_path: Path, fail
         found = {entry.path.rpartition("/")[2]: entry.sha256 for entry in manifest.files}
         assert found == {name: sha256(data).hexdigest() for name, data in
                          {"a": b"a", "b": b"b", "c": b"c", "aux": b"012"}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gasp", "periodic"])
+def test_a_save_whose_place_a_gasp_has_taken_is_not_called_damaged(
+    kind: Literal["gasp", "periodic"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM in a step in which the framework saves as well: the gasp is whole, and stands in the same place."""
+    path = tmp_path / "checkpoint-3"
+    path.mkdir()
+    (path / "a").write_text("a")
+    writer = ManifestWriter("test", Place(rank=0, world_size=1, replicas=data_parallel(1), attempt=0, job="a job"))
+    saves, save = NativeManifests(writer, lambda tag, data: [data], RankStatus()), NativeSave(path, LAYOUT, 3)
+    assert saves.commit(save, alone=True)
+    found = read_manifest(LAYOUT.manifest_path(path))
+    assert isinstance(found, Manifest)
+    write_manifest(path, LAYOUT, writer.provenance(3, kind, folder=tmp_path), found.files)
+    (path / "a").unlink()
+    assert not saves.commit(save, alone=True)
+    assert ("will not be trusted" in caplog.text) == (kind != "gasp")
+    assert ("was saved after a fault" in caplog.text) == (kind == "gasp")

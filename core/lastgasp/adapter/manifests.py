@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from lastgasp.checkpoint import FileEntry, Provenance
+from lastgasp.checkpoint import FileEntry, Manifest, Provenance, manifest
 from lastgasp.checkpoint.adopt import data_files, read_files, remove_orphans, write_manifest
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.errors import CheckpointError, LastgaspError
@@ -95,7 +95,11 @@ class NativeManifests:
             else:
                 self._commit(save)
         except (OSError, LastgaspError) as error:
-            log.error("%s got no manifest and will not be trusted: %s", save.path, error)
+            found = manifest.read(save.layout.manifest_path(save.path))
+            if isinstance(found, Manifest) and (found.kind, found.step) == ("gasp", save.step):
+                log.warning("%s is what was saved after a fault, not the framework's own: %s", save.path, error)
+            else:
+                log.error("%s got no manifest and will not be trusted: %s", save.path, error)
             return False
         self._status.durable = max(self._status.durable, save.step)
         return True

@@ -409,7 +409,7 @@ class GaspAgent(LocalElasticAgent):
         finally:
             forwarder.close()
             self._warm.close()
-            self._say_event("stopping")
+            self._say_event("training was complete" if ending == "done" else "stopping")
             self._job_log.ended(self._attempts.summary(ending))
             reset.close()
             self._reap(self._worker_group)

@@ -234,7 +234,7 @@ class Watch:
             self._manager.kill_workers([-1])
             self._reap()
         self._end_scheduler()
-        self._say_event("stopping")
+        self._say_event("training was complete" if self.code == 0 else "stopping")
         self._job_log.ended(self._attempts.summary("done" if self.code == 0 else "stopped"))
         self._ending = self._attempts.close()
         recover_orphans(MARKS_LIMIT)
