@@ -10,7 +10,9 @@ from lastgasp.pytorch.aux_state import (
     decode_aux,
     extra_of,
     own_aux,
+    random_of,
     restore_aux,
+    with_random,
     without_buffers,
 )
 from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
@@ -18,7 +20,9 @@ from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
 from lastgasp.pytorch.compiled import values_of
+from lastgasp.pytorch.elastic.buffers import BufferValue, buffer_values, put_buffers_back
 from lastgasp.pytorch.elastic.loader import ElasticLoader, GlobalBatch
+from lastgasp.pytorch.elastic.plan import owners
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
 from lastgasp.pytorch.flags import Flags
@@ -78,6 +82,7 @@ __all__ = [
     "BucketLayout",
     "BucketLayouts",
     "Buckets",
+    "BufferValue",
     "Closure",
     "Collectives",
     "CommunicationMarks",
@@ -111,6 +116,7 @@ __all__ = [
     "UnsavedOptimizers",
     "as_tensor",
     "at_first_bytes",
+    "buffer_values",
     "buffers_of",
     "connect",
     "contribute",
@@ -139,12 +145,15 @@ __all__ = [
     "other_ranks",
     "own_aux",
     "own_copy",
+    "owners",
     "patch_group",
     "persistent_buffers",
     "place_of",
     "position_of",
     "process_groups",
     "publish",
+    "put_buffers_back",
+    "random_of",
     "register_loader",
     "replace",
     "restore_aux",
@@ -158,6 +167,7 @@ __all__ = [
     "which_weights",
     "with_added",
     "with_assignment",
+    "with_random",
     "with_trailer",
     "without_buffers",
     "without_crc32",

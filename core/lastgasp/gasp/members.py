@@ -39,7 +39,8 @@ class Member:
     def begins(self, message: m.Begin) -> None:
         """Its training begins."""
         self.begun, self.together = True, message.together
-        self.seeded = message.fewer.may and not message.fewer.parts and not message.together
+        fewer = message.fewer.may and not message.fewer.parts and not message.from_files
+        self.seeded = fewer and not message.together
         self.step, self.durable = message.step, message.durable
 
     def to_commit(self, finish: float, save: float) -> float:

@@ -103,10 +103,15 @@ def renew_seeds(modules: Mapping[str, Any]) -> None:
 
 
 def pass_barriers(modules: Mapping[str, Any]) -> None:
-    """A process that takes the place of a rank runs the script of a Trainer alone, until it has taken its order."""
+    """A process that takes the place of a rank runs the script of a Trainer alone, until it has taken its order.
+
+    One for a missing rank has no others at all there.
+    """
     module = modules.get("lastgasp_transformers.script_alone")
     if module is not None and ORDER in os.environ:
         module.run_script_alone(lambda: ORDER in os.environ)
+    if (module := modules.get("lastgasp_transformers.newcomer")) is not None:
+        module.stand_alone()
 
 
 def run(command: Sequence[str]) -> None:

@@ -215,6 +215,25 @@ def extra_of(data: bytes) -> bytes:
     return data[at : at + size]
 
 
+def random_of(data: bytes) -> bytes:
+    """The random state in an encoded auxiliary state, as `rng.decode` reads it."""
+    size, *_ = _head(data)
+    return data[_HEAD_ROOM : _HEAD_ROOM + size]
+
+
+def with_random(data: bytes, random: bytes, extra: bytes) -> bytes:
+    """The same auxiliary state with another random state, and other bytes of the adapter's.
+
+    Raises:
+        ValueError: the random state is one of other devices.
+    """
+    rng_bytes, table, buffers, _, buffers_at, extra_at = _head(data)
+    if len(random) != rng_bytes:
+        raise ValueError(f"a random state of {len(random)} bytes stands for one of {rng_bytes}")
+    head = _HEAD.pack(_MAGIC, _VERSION, rng_bytes, table, buffers, len(extra), buffers_at, extra_at)
+    return head + random + data[_HEAD_ROOM + rng_bytes : extra_at] + extra
+
+
 def without_buffers(data: bytes) -> bytes:
     """The same auxiliary state without its buffers, for where they are saved elsewhere."""
     rng_bytes, _, _, extra, _, extra_at = _head(data)

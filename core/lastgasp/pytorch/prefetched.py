@@ -13,9 +13,12 @@ import msgspec
 
 from lastgasp.adapter.hooks import replace_attribute
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.position.generators import OWN, OwnGenerators
+from lastgasp.pytorch.position.generators import OWN, OwnGenerators, places_of
 from lastgasp.pytorch.position.loaders import is_map, makers
 from lastgasp.pytorch.position.samplers import SamplerStart, SamplerTrack, track_sampler
+
+_MAKERS = "23"
+"""Of `makers`, the data set and the collate function."""
 
 
 class PrefetchedPosition(msgspec.Struct, frozen=True):
@@ -32,6 +35,11 @@ class PrefetchedPosition(msgspec.Struct, frozen=True):
     ahead: bytes
     own_ahead: bytes = b""
     own: bytes = b""
+
+    @property
+    def of_makers(self) -> bool:
+        """Whether the data set or its collate function hold some: loaders of one data set have these in common."""
+        return any(where[0] in _MAKERS for states in (self.own_ahead, self.own) for where in places_of(states))
 
 
 class PrefetchedData:
@@ -77,6 +85,11 @@ class PrefetchedData:
         if not self._ahead:
             return None
         return PrefetchedPosition(self._track.start, self._ahead, self._own_ahead, self._own.states())
+
+    @property
+    def of_makers(self) -> bool:
+        """As `PrefetchedPosition.of_makers`, of what is there now."""
+        return PrefetchedPosition(SamplerStart(), b"", own=self._own.states()).of_makers
 
     def resume(self, position: PrefetchedPosition, consumed: int, more: bool) -> None:
         """The next pass repeats the one of `position`, without its first `consumed` batches.

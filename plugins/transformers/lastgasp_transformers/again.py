@@ -11,9 +11,10 @@ from accelerate import PartialState
 from torch.distributed import distributed_c10d
 
 from lastgasp.adapter import AdapterRun, cause_of, recovery_here
-from lastgasp.adapter.again import Recovery
+from lastgasp.adapter.again import Fewer, Recovery
 from lastgasp.adapter.torch import AsSet, EnteredFromFiles
 from lastgasp_transformers.kept import KeptTrainer
+from lastgasp_transformers.numbers import number_anew
 from lastgasp_transformers.script_alone import comes_to_training
 
 _trained = False
@@ -42,9 +43,9 @@ class TrainAgain:
         self._entered = EnteredFromFiles(why, None if self._kept is None else self._kept.values)
         comes_to_training()
 
-    def offer(self, life: AdapterRun) -> None:
+    def offer(self, life: AdapterRun, fewer: Fewer) -> None:
         """Say how a fault may be answered, before training begins."""
-        self._entered.offer(life, self._recovery, self._asked)
+        self._entered.offer(life, self._recovery, self._asked, fewer=fewer)
 
     def set_before(self, now: AsSet) -> AsSet:
         """What the script had set when `train` was entered first. Optimizers that are the user's have trained since."""
@@ -54,10 +55,24 @@ class TrainAgain:
     def meet(self) -> None:
         """In a process that has taken the place of a rank: no collective before all others are in `train`, too.
 
+        One for a missing rank waits here until it is taken in.
+
         Raises:
             DeadlineExceeded: one was not in time.
+            SystemExit: there is no place for this process any more.
         """
-        if self._entered.new and dist.is_initialized():
+        if self._entered.wait():
+            dist.destroy_process_group()  # a stand-in
+            self._make_group()
+        elif self._entered.new and dist.is_initialized():
+            self._entered.meet(self._entered.patience)
+
+    def _make_group(self) -> None:
+        if (backend := PartialState().backend) is not None:
+            limit = self._trainer.args.ddp_timeout
+            dist.init_process_group(backend, timeout=timedelta(seconds=min(self._entered.patience, limit)))
+            distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
+            number_anew(self._trainer)
             self._entered.meet(self._entered.patience)
 
     def goes_on(self, error: BaseException) -> bool:
@@ -70,11 +85,7 @@ class TrainAgain:
         wrapped = [trainer.model_wrapped] if trainer.model_wrapped is not trainer.model else []
         if kept is None or not self._entered.goes_on(error, kept.reset, wrapped):
             return False
-        if (backend := PartialState().backend) is not None:
-            limit = trainer.args.ddp_timeout
-            dist.init_process_group(backend, timeout=timedelta(seconds=min(self._entered.patience, limit)))
-            distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
-            self._entered.meet(self._entered.patience)
+        self._make_group()
         return True
 
 

@@ -11,7 +11,9 @@ from transformers import TrainerCallback
 from lastgasp import adapter
 from lastgasp.adapter.again import Recovery
 from lastgasp_transformers.again import TrainAgain
-from lastgasp_transformers.run import Run, versions_known
+from lastgasp_transformers.newcomer import stand_alone
+from lastgasp_transformers.run import Run
+from lastgasp_transformers.supported import versions_known
 
 
 class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -127,5 +129,6 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return result
 
 
+stand_alone()
 _TRAIN = adapter.Hook("transformers.trainer", "Trainer.train", _around_train, ("resume_from_checkpoint", "trial"))
 _HOOKS = adapter.Hooks([_TRAIN], remedy=versions_known)

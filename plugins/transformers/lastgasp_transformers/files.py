@@ -18,6 +18,7 @@ from lastgasp.adapter import checkpoint
 from lastgasp.adapter.files import unique_temp
 from lastgasp.adapter.torch import as_tensor, decode_aux, with_added
 from lastgasp_transformers.beside import left_out, put_back
+from lastgasp_transformers.shares import by_seat
 from lastgasp_transformers.values import VALUES, split
 
 LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
@@ -56,7 +57,7 @@ def read_record(path: Path) -> Record | None:
     with_added(found, path, LAYOUT)
     found["small"], values = split(found["small"])
     found[VALUES] = values | found.get(VALUES, {})
-    return found
+    return by_seat(found, (VALUES,))
 
 
 class Policy(adapter.SelectionPolicy):
@@ -154,10 +155,11 @@ def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Reco
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)
-    one = record["world_size"] == 1
+    complete = by_seat(record, ())
+    one = complete["world_size"] == 1
     files = {"training_args.bin": trainer.args, OPTIMIZER: dump["optimizer"], "scheduler.pt": dump["scheduler"],
              "scaler.pt": dump["scaler"], RECORD: record}  # fmt: skip
-    for rank, data in record["small"].items():
+    for rank, data in complete["small"].items():
         files["rng_state.pth" if one else f"rng_state_{rank}.pth"] = _random_state(decode_aux(data).rng, one)
     for file, value in files.items():
         if value is not None:

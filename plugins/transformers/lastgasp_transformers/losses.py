@@ -13,16 +13,27 @@ from torch import Tensor
 from lastgasp.adapter import torch as shared
 
 
+class OfSeat(msgspec.Struct):
+    """What a rank has of another rank of the complete job, which is missing: its random state, and where it stands."""
+
+    random: bytes
+    data: shared.PrefetchedPosition | None
+
+
 class Own(msgspec.Struct):
     """What differs between ranks, besides random state and buffers.
 
     Attributes:
         loss: the sum.
+        seat: of which of its seats the random state and `data` are, where ranks are missing (`Seats`).
+        others: what it has of its other seats.
     """
 
     loss: float
     flos: float
     data: shared.PrefetchedPosition | None = None
+    seat: int = -1
+    others: dict[int, OfSeat] = {}
 
 
 class Found(Own):

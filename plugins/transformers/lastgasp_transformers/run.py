@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import signal
 import weakref
@@ -20,69 +19,20 @@ from transformers import trainer as trainer_module
 
 from lastgasp import adapter
 from lastgasp.adapter import torch as shared
+from lastgasp.adapter.again import Fewer
 from lastgasp.adapter.checkpoint import Candidate, Fit
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
+from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
 from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate
+from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
+from lastgasp_transformers.supported import NEEDS, require_supported
 from lastgasp_transformers.values import CarriedValues
 
 log = logging.getLogger("lastgasp")
-
-_NEEDS = {
-    "get_train_dataloader": (),
-    "_init_training_state": ("max_steps", "num_update_steps_per_epoch"),
-    "_run_epoch": ("epoch", "steps_in_epoch", "steps_trained_in_current_epoch", "num_update_steps_per_epoch"),
-    "_get_grad_norm": ("model",),
-    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
-    "_save_checkpoint": ("model", "trial"),
-    "_finalize_training": ("trial", "num_train_samples", "start_time"),
-    "_load_rng_state": ("checkpoint",),
-    "_load_from_checkpoint": ("resume_from_checkpoint",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-}
-"""Methods that are replaced in the Trainer that trains, and their parameters (docs/facts/transformers.md §1)."""
-
-
-def versions_known() -> str:
-    """For the error of a hook that does not fit."""
-    there = f"this is {transformers.__version__}"
-    return f"lastgasp knows transformers 5.23 and 5.24, {there}: install one, or take LastGasp out of the callbacks."
-
-
-_FSDP = (
-    "Sharded models are protected in custom loops (lastgasp.pytorch) and with Lightning's ModelParallelStrategy "
-    "(docs/sharded.md), not in Trainer. Leave out `fsdp`, or take LastGasp out of the callbacks."
-)
-
-
-def require_supported(trainer: Any, trial: Any) -> None:
-    """Refuse what survivors alone cannot save, and what trains under other rules.
-
-    Raises:
-        ConfigError: names the argument, and what is supported.
-        HookNotPlaced: this transformers lacks something that is relied on.
-    """
-    args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
-    plain = kind == "NO" or (kind.startswith("MULTI_") and trainer.accelerator.parallelism_config is None)
-    for field, value, bad, allowed in (
-        ("distributed_type", kind, not plain or trainer.is_distributed_loading_by_transformers, "DDP or one device"),
-        ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
-        ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
-        ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),
-        ("enable_jit_checkpoint", True, args.enable_jit_checkpoint, "False: lastgasp itself saves on SIGTERM"),
-    ):
-        if bad:
-            remedy = _FSDP if value == "FSDP" else "Change it, or take LastGasp out of the callbacks."
-            raise adapter.ConfigError(field, value, allowed, remedy)
-    theirs = trainer_module.Trainer  # a subclass's own only has to take what Trainer gives
-    for name, needs in _NEEDS.items():
-        there = inspect.signature(getattr(theirs, name)).parameters if hasattr(theirs, name) else {}
-        if not hasattr(theirs, name) or set(needs) - set(there):
-            raise adapter.HookNotPlaced(f"Trainer.{name}({', '.join(needs)})", str(tuple(there)), versions_known())
-
 
 _TRAINED: weakref.WeakKeyDictionary[Any, list[tuple[Path, int]]] = weakref.WeakKeyDictionary()
 """The fits that a Trainer has completed, by directory and number."""
@@ -104,7 +54,7 @@ class Run:
         config: adapter.GaspConfig,
         marks: adapter.MarksConfig,
         trial: Any = None,
-        offer: Callable[[adapter.AdapterRun], object] = lambda _: None,
+        offer: Callable[[adapter.AdapterRun, Fewer], object] = lambda *_: None,
         set_before: Callable[[shared.AsSet], shared.AsSet] = lambda now: now,
     ) -> None:
         require_supported(trainer, trial)
@@ -134,6 +84,7 @@ class Run:
         self._loaders: list[object] = []
         self._as_set: shared.AsSet | None = None
         self._trial: Path | None = None
+        self._seats: Seats | None = None
 
     # -- start --------------------------------------------------------------------------------------------
 
@@ -151,10 +102,23 @@ class Run:
                     log.warning("fit %d resumes from %s of fit %d, as resume_from_checkpoint=True asks",
                                 self._fit.number, chosen.path, earlier)  # fmt: skip
         self._present = selector.present
+        self._seats = self._seats_now()
         self._gasps = self._known_gasps()
-        for name in _NEEDS:
+        for name in NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
         return call(str(chosen.path) if chosen is not None else None)
+
+    def _seats_now(self) -> Seats | None:
+        """Where ranks of this attempt are missing since a recovery in place, by what was saved for it."""
+        place, record = self.core.place, self._record or {}
+        complete = record.get("world_size", 0) if place.incarnation and record.get("job", [""])[0] == place.job else 0
+        if complete <= place.world_size:
+            return None
+        seats = Seats(self._trainer, place, complete, self._data, self.session)
+        seats.complete_record(record)
+        seats.install(self._replace)
+        self._values.stands_for = seats.first.number, complete
+        return seats
 
     def _known_gasps(self) -> set[int]:
         """As rank 0 sees them: where the best model is one, Trainer has ranks wait for each other, or none."""
@@ -195,7 +159,9 @@ class Run:
             trainer, self._data, core.place, session, self._fit.number, self._values
         )  # fmt: skip
         training.state.as_set = self._set_before(self._as_set or training.state.as_set)  # before one was loaded
-        training.loaders = self._loaders
+        training.loaders, training.seats = self._loaders, self._seats
+        if self._seats is not None:
+            self._seats.agree(settings_of(trainer, self._loaders[0]))
         core.on_close(training.recorder.close, last=True)
         core.on_close(training.close)
         writer = adapter.ManifestWriter(FORMAT, core.place, lambda: self._fit, core.config.sha256)
@@ -216,7 +182,7 @@ class Run:
         self._replicas = shared.watch_replicas(training.state, core)
         core.bind(training)
         users = signal.getsignal(signal.SIGTERM)
-        self._offer(core)
+        self._offer(core, fewer_of(trainer, self._loaders[0], self._data, training.state))
         core.begin(training.step, training.step, users_handler=users if callable(users) else None,
                    device=str(trainer.args.device))  # fmt: skip
         if (why := why_not_resumed(trainer.model)) and self.rank == 0:
@@ -234,7 +200,10 @@ class Run:
         faults.fire_at("data", self.step)
 
     def _around_backward(self, original: Any, loss: Any, *more: Any, **options: Any) -> None:
-        self.training.before_backward(loss)
+        if self._seats is None:
+            self.training.before_backward(loss)
+        else:
+            loss = self._seats.weighed(loss, self.training.before_backward)
         original(loss, *more, **options)
 
     def _around_get_grad_norm(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -354,12 +323,12 @@ class Run:
 
     def _return(self, record: Record, given: dict[str, Any]) -> bool:
         """Stand on the boundary, and do what is due there. Returns whether the data are repeated exactly."""
-        trainer, world = self._trainer, self.core.place.world_size
+        trainer, (rank, world), seats = self._trainer, self._values.stands_for, self._seats
         if (saved := record["world_size"]) != world:
             self.session.note(f"saved by {saved} ranks, resumed by {world}: not bit-equal, and Trainer finds its place "
                               "in the data by steps of the size that they have now: in the middle of an epoch some are "
                               "left out or trained twice")  # fmt: skip
-        own = shared.own_aux(record, self.rank, world, self.session.note) if saved == world else None
+        own = shared.own_aux(record, rank, world, self.session.note) if saved == world else None
         position = self.training.restore(record, own)
         norm, rate = self.training.last
         trainer._maybe_log_save_evaluate(
@@ -376,7 +345,10 @@ class Run:
         if batches and trainer.args.dataloader_num_workers:
             self.session.note(shared.WORKERS)
         if position is not None and exact:
-            self._data.resume(position, batches, steps < given["num_update_steps_per_epoch"])
+            more = steps < given["num_update_steps_per_epoch"]
+            self._data.resume(position, batches, more)
+            if seats is not None:
+                seats.resume(batches, more)
         if own is not None:
             self._random = b"" if exact else self.training.recorder.snapshot_rng()
         return exact

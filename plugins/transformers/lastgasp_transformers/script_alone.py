@@ -37,7 +37,22 @@ def run_script_alone(waited_for: Callable[[], bool]) -> None:
         for name in names:
             original = getattr(distributed_c10d, name, None)
             if original is not None:
-                _replace(name, original, _alone(original, instead, waited_for))
+                replace_until_training(name, original, _alone(original, instead, waited_for))
+
+
+def around_exchanges(
+    replace: Callable[[Any, str, Callable[..., Any]], object], told: Callable[[str], object]
+) -> None:
+    """Have `told` be called with the name of whatever is to be exchanged with other ranks, before it is."""
+
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        told(original.__name__)
+        return original(*args, **kwargs)
+
+    for name in (*_BARRIERS, *_EXCHANGES):
+        for module in (distributed_c10d, dist):
+            if hasattr(module, name):
+                replace(module, name, around)
 
 
 def comes_to_training() -> None:
@@ -45,7 +60,8 @@ def comes_to_training() -> None:
     _undo.close()
 
 
-def _replace(name: str, original: Any, instead: Any) -> None:
+def replace_until_training(name: str, original: Any, instead: Any) -> None:
+    """Have a function of torch.distributed be another one until `comes_to_training`."""
     for module in (distributed_c10d, dist):
         if getattr(module, name, None) is original:
             setattr(module, name, instead)

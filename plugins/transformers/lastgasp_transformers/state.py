@@ -25,6 +25,8 @@ from lastgasp.adapter.checkpoint import Staged
 from lastgasp_transformers.beside import left_out
 from lastgasp_transformers.files import BESIDE, VERSION, Record, bare, write_checkpoint
 from lastgasp_transformers.losses import Found, LossSum, Own, found_in, lost
+from lastgasp_transformers.seats import Seats
+from lastgasp_transformers.shares import SHARES
 from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, unsaved_of
 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
@@ -62,6 +64,7 @@ class Training(adapter.Training):
         done, updates: the steps of it that are complete, and how many it has.
         norm: of the gradient of the step under way.
         last: norm of the gradient and learning rate of the last step, for its log.
+        seats: where ranks are missing; None where all are there.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Training(adapter.Training):
         self.step, self.phase, self.epoch, self.batches = int(trainer.state.global_step), "", 0, 1
         self.done, self.updates, self.began = 0, 1, adapter.clock.monotonic()
         self.last: tuple[Any, ...] = (None, None)
+        self.seats: Seats | None = None
         self.norm: Any = None
         self._handles = [steps.register_step_pre_hook(self._before_update)]
         if steps is self._optimizer:  # what wraps another one goes on when that has made its step
@@ -228,6 +232,7 @@ class Training(adapter.Training):
         return float(self.trainer.current_flos), self._data.position
 
     def _capture(self, step: int, settled: bool, own: Own) -> None:
+        own = own if self.seats is None else self.seats.recorded(own)
         self.recorder.extra = msgspec.msgpack.encode(own)
         self.recorder.capture(step, settled)
 
@@ -260,6 +265,7 @@ class Training(adapter.Training):
             "dtypes": dtypes_of(self.trainer.model),
             "frozen_as_set": self._frozen_as_set,
             "as_set": self.state.as_set.values,
+            **({} if self.seats is None else {SHARES: self.seats.shares}),
             "not_saved": "; ".join(filter(None, (self._of_others(aux), lost(aux), *self._missing(values)))),
         }
 
@@ -339,7 +345,7 @@ class Training(adapter.Training):
             return None
         aux = shared.decode_aux(own)
         shared.restore_aux(aux, self.state.devices(), self.state.container)
-        mine = found_in(aux.extra)
+        mine = found_in(aux.extra) if self.seats is None else self.seats.begin(record)
         trainer._tr_loss.fill_(mine.loss)
         self._loss = mine.loss
         trainer.current_flos = mine.flos

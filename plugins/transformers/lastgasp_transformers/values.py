@@ -68,6 +68,7 @@ class CarriedValues:
         held: modules beside the model.
         written: what this rank has at the end of a step, as bytes.
         queued: what its accelerators have been given (`AuxRecorder.queued`), once training begins.
+        stands_for: the rank whose values it takes from a checkpoint, and of how many.
     """
 
     def __init__(self, trainer: Any, place: adapter.Place, session: adapter.Session) -> None:
@@ -75,6 +76,7 @@ class CarriedValues:
         self.roots = roots_of(trainer)
         self.held = HeldModules(trainer, self.roots, session.note)
         self.queued = QueuedWork(())
+        self.stands_for = place.rank, place.world_size
         self._values: UserValues | None = None
         self._step, self._start = -1, Began()
         self._began = Began.of(self.roots, self._known())
@@ -147,14 +149,14 @@ class CarriedValues:
         return [note for note in notes if note and self._place.rank == 0]
 
     def _restore_values(self, record: Mapping[str, Any], theirs: list[str]) -> str:
-        world, place = record["world_size"], self._place
+        world, (rank, size) = record["world_size"], self.stands_for
         carried = Carried(record.get(VALUES, {}), world)
         if not carried.any:
             return ""
-        if world != place.world_size:
+        if world != size:
             return "what training had changed beside the state begins with the script's values: the ranks are others"
         carried.leave(theirs, _ANEW)
-        refused = carried.prepare(place.rank, self.roots, self._began, self._trainer.args.device)
+        refused = carried.prepare(rank, self.roots, self._began, self._trainer.args.device)
         return carried.restore(self._session.gather(f"values/{record['job']}/{record['step']}", refused))
 
 

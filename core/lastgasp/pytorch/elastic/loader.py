@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader
 from lastgasp.config import flag
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.elastic import position  # noqa: F401  # says how its position is restored
+from lastgasp.pytorch.elastic.buffers import buffer_values, put_buffers_back
 from lastgasp.pytorch.elastic.gradients import GradientSum
 from lastgasp.pytorch.elastic.loading import BEFORE, BEHIND, TRAINING, Loaded, Micro, Reader, Wanted, seed_all
 from lastgasp.pytorch.elastic.plan import Plan, added, chained, due, owners, seed_of, signed, unsigned
 from lastgasp.pytorch.loop.parts import ddp_of
 
 Batch = Literal["constant", "scaled"]
-_Buffer = tuple[nn.Module, str, Tensor]
-"""A buffer's module, its name there, and a value of it."""
 NOT_HERE = (
     "make the ElasticLoader inside of the function that train() calls, once the process group is there, give it to the "
     "state, TorchState(..., elastic=loader), and iterate it by s.batches(loader); with Lightning return it from "
@@ -179,28 +178,23 @@ class ElasticLoader:
     def micro_batches(self, step: GlobalBatch) -> Iterator[Any]:
         """For `GlobalBatch`: this rank's batches; behind the last one the gradients are summed."""
         plan, seed = self.plan, (self.plan.seed, TRAINING, step.epoch, step.offset)
-        first = before = self._buffers()
+        first = before = buffer_values(self.model)
         self._sum.begin()
         changes = self._sum.changes()
         for loaded in step.loaded:
-            _put_back(before)
+            put_buffers_back(before)
             seed_all(seed_of(*seed, loaded.number))
             yield loaded.batch
             self._sum.take(loaded.number, loaded.size / step.samples)
             if loaded.number == 0:
-                first = self._buffers()
+                first = buffer_values(self.model)
         if self._sum.changes() != changes:
             raise UsageError(UPDATED)
         self._check_samples(step, self._sum.finish([signed(added(one.digest for one in step.loaded)),
                                                     sum(one.size for one in step.loaded)]))  # fmt: skip
-        _put_back(first)
+        put_buffers_back(first)
         self._like_rank_0([now for module, name, _ in before if (now := module._buffers[name]) is not None])
         seed_all(seed_of(plan.seed, BEHIND, step.epoch, step.offset))
-
-    def _buffers(self) -> list[_Buffer]:
-        """All of the model, as they stand; the model may assign them anew."""
-        return [(module, name, value.detach().clone()) for module in self.model.modules()
-                for name, value in module._buffers.items() if value is not None]  # fmt: skip
 
     def _check_samples(self, step: GlobalBatch, sums: list[int]) -> None:
         """Each sample that is due in this step was used once, by the word of all ranks."""
@@ -248,16 +242,6 @@ class GlobalBatch:
         finally:
             if not self.done:
                 self._loader._sum.clear()  # an optimizer leaves parameters without a gradient alone
-
-
-def _put_back(values: list[_Buffer]) -> None:
-    """Into the tensors that are there, which others may hold; where these have another shape, in their place."""
-    for module, name, value in values:
-        now = module._buffers.get(name)
-        if now is not None and now.shape == value.shape:
-            now.detach().copy_(value)
-        else:
-            module._buffers[name] = value.clone()
 
 
 def _some(bounds: tuple[int, int]) -> bool:

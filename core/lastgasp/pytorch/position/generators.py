@@ -92,6 +92,11 @@ class OwnGenerators:
         return {where: one for where, one in _objects(self._roots).items() if _is_generator(one)}
 
 
+def places_of(states: bytes) -> list[str]:
+    """The ways to the generators whose states `OwnGenerators.states` has returned."""
+    return [row[0] for row in msgspec.msgpack.decode(states, type=list[tuple[str, str, bytes]])] if states else []
+
+
 def _made(objects: dict[str, Any], where: str, kind: str) -> Any:
     """A generator that an object will make for its first batch, and has not made yet."""
     above, _, name = where.rpartition("/")

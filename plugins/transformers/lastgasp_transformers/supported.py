@@ -1,0 +1,63 @@
+"""Which Trainers are protected: what is refused, and the methods that are relied on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from transformers import trainer as trainer_module
+
+from lastgasp import adapter
+
+NEEDS = {
+    "get_train_dataloader": (),
+    "_init_training_state": ("max_steps", "num_update_steps_per_epoch"),
+    "_run_epoch": ("epoch", "steps_in_epoch", "steps_trained_in_current_epoch", "num_update_steps_per_epoch"),
+    "_get_grad_norm": ("model",),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
+    "_save_checkpoint": ("model", "trial"),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+    "_load_rng_state": ("checkpoint",),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+}
+"""Methods that are replaced in the Trainer that trains, and their parameters (docs/facts/transformers.md §1)."""
+
+
+def versions_known() -> str:
+    """For the error of a hook that does not fit."""
+    there = f"this is {transformers.__version__}"
+    return f"lastgasp knows transformers 5.23 and 5.24, {there}: install one, or take LastGasp out of the callbacks."
+
+
+_FSDP = (
+    "Sharded models are protected in custom loops (lastgasp.pytorch) and with Lightning's ModelParallelStrategy "
+    "(docs/sharded.md), not in Trainer. Leave out `fsdp`, or take LastGasp out of the callbacks."
+)
+
+
+def require_supported(trainer: Any, trial: Any) -> None:
+    """Refuse what survivors alone cannot save, and what trains under other rules.
+
+    Raises:
+        ConfigError: names the argument, and what is supported.
+        HookNotPlaced: this transformers lacks something that is relied on.
+    """
+    args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
+    plain = kind == "NO" or (kind.startswith("MULTI_") and trainer.accelerator.parallelism_config is None)
+    for field, value, bad, allowed in (
+        ("distributed_type", kind, not plain or trainer.is_distributed_loading_by_transformers, "DDP or one device"),
+        ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
+        ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
+        ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),
+        ("enable_jit_checkpoint", True, args.enable_jit_checkpoint, "False: lastgasp itself saves on SIGTERM"),
+    ):
+        if bad:
+            remedy = _FSDP if value == "FSDP" else "Change it, or take LastGasp out of the callbacks."
+            raise adapter.ConfigError(field, value, allowed, remedy)
+    theirs = trainer_module.Trainer  # a subclass's own only has to take what Trainer gives
+    for name, needs in NEEDS.items():
+        there = inspect.signature(getattr(theirs, name)).parameters if hasattr(theirs, name) else {}
+        if not hasattr(theirs, name) or set(needs) - set(there):
+            raise adapter.HookNotPlaced(f"Trainer.{name}({', '.join(needs)})", str(tuple(there)), versions_known())

@@ -1,0 +1,236 @@
+"""A job of Hugging Face's Trainer that goes on with fewer ranks, and takes the missing ones in again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+import torch
+
+from lastgasp.checkpoint import DirectoryLayout, candidates, verify
+from lastgasp.testing.faults import read_log
+from support import again_faults
+from support.hosts import needs_hosts, network
+from support.hosts_job import START, HostsJob
+from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.samples import entered, used
+from support.train_elastic import GATES
+
+WORKER = SUPPORT / "train_elastic_transformers.py"
+OFFER = "a fault can be answered in place, as incarnation {}"
+STEPS = 12
+STOPS = "is to stop at the end of its step: missing ranks can be taken in"
+"""What a rank says that waits at a gate meanwhile: it has to go on to that end by itself."""
+KNOWN = ("could not get new processes", "have new processes")
+"""What notes say of it."""
+SUMS = ("logged", "loss")
+QUIET = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug"}
+LAYOUT = DirectoryLayout("checkpoint-[0-9]*")
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def job(directory: Path, *more: str, ranks: int = 4, least: int = 2) -> list[str]:
+    """Its command line."""
+    command = run(WORKER, "--dir", directory, *more, ranks=ranks)
+    at = command.index("run") + 1
+    return [sys.executable, *command[1:at], "--min-ranks", str(least), *command[at:]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of a job without a fault and without lastgasp, by its ranks and arguments."""
+    found: dict[tuple[Any, ...], Path] = {}
+
+    def make(ranks: int, *more: str) -> Path:
+        if (ranks, *more) not in found:
+            found[ranks, *more] = folder = tmp_path_factory.mktemp("undisturbed")
+            done = finish(job(folder, *more, "--without", ranks=ranks), folder, LASTGASP_WARM="off")
+            assert done.ok, done.output[-8000:]
+        return found[ranks, *more]
+
+    return make
+
+
+def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
+    """Let the ranks pass a gate once the launcher can answer a fault in this incarnation."""
+    until(lambda: OFFER.format(incarnation + 1) in job.output, f"incarnation {incarnation} can be answered")
+    (directory / f"go-{step}").touch()
+
+
+def check_result(directory: Path, expected: Path, without: tuple[str, ...] = (), near: float = 1) -> None:
+    """Logs and weights are those of the undisturbed job, but for the order of sums.
+
+    Args:
+        near: how far numbers may differ, as a multiple of what float32 takes.
+    """
+    one, other = (torch.load(folder / "final.pt") for folder in (directory, expected))
+    assert one.keys() == other.keys()
+    for name in one.keys() - {*without}:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3 * near, atol=1e-4 * near, msg=name)
+
+
+def check(directory: Path, expected: Path, where: str, told: bool = True, random: bool = True, near: float = 1) -> None:
+    """The same; and the samples of each step, and random numbers to the bit.
+
+    Args:
+        told: each rank has noted what it has used in each step; random: the ranks' own random numbers are compared.
+    """
+    assert not told or used(directory) == used(expected), where
+    check_result(directory, expected, near=near)
+    for file in sorted(expected.glob(f"checkpoint-{STEPS}/rng_state_*.pth")) if random else ():
+        own, due = (torch.load(folder / file.parent.name / file.name, weights_only=False)
+                    for folder in (directory, expected))  # fmt: skip
+        assert own["python"] == due["python"] and torch.equal(own["cpu"], due["cpu"]), file
+    assert all(verify(one.path, LAYOUT).ok for one in candidates([directory], LAYOUT)), where
+
+
+def test_train_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, undisturbed: Any) -> None:
+    """Four ranks, three, two without the one that logs, and four: the processes that live through it stay."""
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    faults = "kind=sigkill,rank=2,step=3,phase=backward;kind=sigkill,rank=0,step=6,phase=forward,incarnation=1"
+    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
+        for incarnation, step in enumerate(GATES[:2]):
+            go(directory, step, started, incarnation)
+        until(lambda: entered(directory, 0)[-1:] and entered(directory, 0)[-1][1:] == (6, 0, 2), "two ranks are left")
+        (directory / "grow").touch()
+        until(lambda: started.output.count(STOPS) >= 2, "the others can be taken in")
+        for step in GATES[2:]:
+            (directory / f"go-{step}").touch()
+        assert started.code() == 0, started.output[-8000:]
+        where = started.output[-8000:]
+    assert len(read_log(log)) == 2, where
+    found = incidents(directory)
+    told = [(one.rung, one.ending, one.steps_lost) for one in found]
+    assert told == [("shrink", "in_place", 0), ("shrink", "in_place", 0), ("grow", "in_place", 0)], where
+    assert [note for one in found for note in one.notes if not any(text in note for text in KNOWN)] == [], where
+    rows = [[pid for pid, *_ in entered(directory, rank)] for rank in range(4)]
+    assert rows[1][0] == rows[1][-1] and rows[3][0] == rows[3][-1], rows
+    assert rows[0][0] != rows[0][-1] and rows[2][0] != rows[2][-1], rows
+    check(directory, undisturbed(4), where)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "fault", "more"),
+    [
+        pytest.param(4, "kind=sigkill,rank=3,step=4,phase=forward", ["--shape", "accumulating"], id="accumulation"),
+        pytest.param(4, "kind=sigkill,rank=0,step=5,phase=update", ["--shape", "bf16"], id="rank 0, in the update"),
+        pytest.param(4, "kind=sigkill,rank=1,step=6,phase=validation", ["--workers", "1"], id="in an evaluation"),
+        pytest.param(2, "kind=sigkill,rank=1,step=7,phase=backward", [], id="one of two is left"),
+    ],
+)
+def test_moments(ranks: int, fault: str, more: list[str], tmp_path: Path, undisturbed: Any) -> None:
+    """What a rank may be in, and other trainings."""
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    command = job(directory, *more, ranks=ranks, least=1)
+    with running(tmp_path, command, LASTGASP_FAULT=fault, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
+        go(directory, GATES[0], started, 0)
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert started.code() == 0, started.output[-8000:]
+        where = started.output[-8000:]
+    assert len(read_log(log)) == 1, where
+    [incident] = incidents(directory)
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("shrink", "in_place", 0), where
+    told, drawn = "update" not in fault, "--workers" not in more  # the killed rank tells nothing of that step
+    check(directory, undisturbed(ranks, *more), where, told, drawn, 50 if "bf16" in more else 1)
+
+
+@pytest.mark.full
+def test_checkpoints_of_fewer_ranks_are_those_of_all(tmp_path: Path, undisturbed: Any) -> None:
+    """What Trainer saves while one is missing, four ranks without lastgasp go on from (with data that it repeats)."""
+    directory, log, faults = tmp_path / "d", tmp_path / "faults.log", "kind=sigkill,rank=1,step=3,phase=backward"
+    directory.mkdir()
+    command = job(directory, "--fixed")
+    with running(tmp_path, command, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
+        go(directory, GATES[0], started, 0)
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert started.code() == 0, started.output[-8000:]
+    assert [one.rung for one in incidents(directory)] == ["shrink"]
+    again = tmp_path / "again"
+    again.mkdir()
+    words = ["--fixed", "--without", "--resume", str(directory / "checkpoint-8")]
+    done = finish(job(again, *words), again, LASTGASP_WARM="off")
+    assert done.ok, done.output[-8000:]
+    expected = undisturbed(4, "--fixed")
+    for step in range(9, STEPS + 1):
+        assert used(again)[step] == used(expected)[step]
+    check_result(again, expected, SUMS)  # Trainer alone begins its sums anew
+
+
+@pytest.mark.full
+def test_what_cannot_go_on_with_fewer_ranks_restarts(tmp_path: Path) -> None:
+    """An iterable data set. The incident says why."""
+    directory, log, faults = tmp_path / "d", tmp_path / "faults.log", "kind=sigkill,rank=2,step=3,phase=backward"
+    directory.mkdir()
+    command = job(directory, "--stream")
+    with running(tmp_path, command, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
+        go(directory, GATES[0], started, 0)
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert started.code() == 0, started.output[-8000:]
+    [incident] = incidents(directory)
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), started.output[-8000:]
+    assert "IterableDataset" in incident.not_in_place
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", ["let go,3,self", "entered,1,self"])
+def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, undisturbed: Any) -> None:
+    """By its number before or after: the step is on disk, and all four ranks start again with it."""
+    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory.mkdir()
+    variables = QUIET | {"LASTGASP_FAULT_LOG": str(log), again_faults.VARIABLE: second}
+    faults = "kind=sigkill,rank=1,step=3,phase=backward"
+    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, **variables) as [one]:
+        go(directory, GATES[0], one, 0)
+        for step in GATES[1:]:
+            (directory / f"go-{step}").touch()
+        assert one.code() == 0, one.output[-8000:]
+        where = one.output[-8000:]
+    assert (directory / "second").exists()
+    found = incidents(directory)
+    assert found[0].rung == "shrink" and not any(incident.steps_lost for incident in found), where
+    check(directory, undisturbed(4), where)
+
+
+@needs_hosts
+@pytest.mark.full
+def test_a_host_is_lost_and_the_other_goes_on_without_it(tmp_path: Path, undisturbed: Any) -> None:
+    """Its power is off. When the host is back and its launcher is started again, its ranks are taken in."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    variables = QUIET | {"LASTGASP_MIN_RANKS": "2"}
+    with network(tmp_path, "ha", "hb") as hosts:
+        job = HostsJob(hosts, [WORKER, "--dir", directory, "--alike"], "ha", 2, python=sys.executable, **variables)
+        job.start()
+        first = job.launchers["ha"]
+        until(lambda: OFFER.format(1) in first.output, "both launchers are ready", START)
+        files = [directory / f"rank-{rank}" for rank in range(4)]
+        until(lambda: all(file.read_text().count("used") == GATES[0] for file in files), "all are at the gate", START)
+        hosts["hb"].power_off()
+        for step in GATES[:2]:
+            (directory / f"go-{step}").touch()
+        until(lambda: OFFER.format(2) in first.output, "two ranks are left", START)
+        (directory / "grow").touch()
+        hosts["hb"].power_on()
+        job.start("hb")
+        until(lambda: first.output.count(STOPS) >= 2, "the host can be taken in", START)
+        for step in GATES[2:]:
+            (directory / f"go-{step}").touch()
+        assert job.codes(START + 200) == {"ha": 0, "hb": 0}, job.output
+        where = str(job.output)
+    told = [(one.rung, one.ending, one.steps_lost) for one in incidents(directory)]
+    assert told == [("shrink", "in_place", 0), ("grow", "in_place", 0)], where
+    assert len({pid for pid, *_ in entered(directory, 0)}) == 1
+    assert used(directory) == used(undisturbed(4, "--alike")), where
+    check_result(directory, undisturbed(4, "--alike"), SUMS)  # that of the step before is lost with the host
