@@ -25,7 +25,8 @@ def test_the_local_rest_is_done_and_a_checkpoint_that_was_due_is_not_lost_withou
     run._again_here.forget.assert_called_once_with()
     run.marks.step_end.assert_called_once_with(4)
     run.save.assert_not_called()
-    assert [call.args[0] for call in run.engine.note.call_args_list] == [NOTE] * due
+    expected = [NOTE + "; that of the next step is" * (every == 4)] * due
+    assert [call.args[0] for call in run.engine.note.call_args_list] == expected
 
 
 def test_what_else_is_raised_passes() -> None:

@@ -27,7 +27,8 @@ def step_left(run: Any, step: int, due: bool) -> Iterator[None]:
         run._again_here.forget()
         run.marks.step_end(step)
         if due and run.rank == 0:
-            note = f"the checkpoint that was due at step {step} was not written: all ranks had to leave that step"
+            then = "; that of the next step is" if run.every and step % run.every == 0 else ""  # `LoopAgain.ready`
+            note = f"the checkpoint that was due at step {step} was not written: all ranks had to leave that step{then}"
             log.warning("%s", note)
             run.engine.note(note)
         raise

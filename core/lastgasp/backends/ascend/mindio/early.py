@@ -121,10 +121,12 @@ class Early:
         for name in package.HANDLERS:
             handler = getattr(handlers, name, None) or _not_yet(name)
             getattr(self.api, f"tft_register_{name}_handler")(answering(handler))
-        log.warning("MindIO takes this process into a job that runs, as rank %d", self.rank)
+        log.warning("MindIO takes this process into a job that runs, as rank %d; it waits for that for %g min, and "
+                    "ends then", self.rank, JOINS / 60)  # fmt: skip
         repaired = parking.wait("exception", exits.ARF_FINISH)
         if repaired is None:
-            raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take rank {self.rank} into the running job")
+            waited = f", for which it has waited {JOINS / 60:g} min" if parking.unanswered else ""
+            raise RuntimeError(f"{exits.ARF_FINISH}: MindIO did not take rank {self.rank} into the running job{waited}")
         return repaired
 
     def ended(self) -> None:
