@@ -19,8 +19,8 @@ CHUNK = 256 << 20
 SMALL = 1 << 16
 """Bytes up to which a tensor's memory is sent with the text: an optimizer has thousands of step counters."""
 
-_Known = tuple[int, bytes | None, str, torch.dtype | None]
-"""Of the memory of a tensor: its number, its bytes if they are few, where it is, its type unless it is none's."""
+_Known = tuple[int, bytes | None, str, torch.dtype]
+"""Of the memory of a tensor: its number, its bytes if they are few, where it is, its type."""
 
 
 def cloned(value: Any) -> Any:
@@ -98,7 +98,7 @@ class _Pickler(pickle.Pickler):
         """What stands for the memory of a tensor."""
         if not isinstance(value, TypedStorage | UntypedStorage):
             return None
-        dtype = value.dtype if isinstance(value, TypedStorage) else None
+        dtype = value.dtype if isinstance(value, TypedStorage) else torch.uint8  # as torch.save: of newer types, float8
         memory = value._untyped_storage if isinstance(value, TypedStorage) else value
         if memory._cdata not in self._seen:
             data = bytes(_bytes_of(memory).cpu().numpy()) if memory.nbytes() <= SMALL else None
@@ -113,15 +113,12 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._large, self._seen = iter(large), dict[int, UntypedStorage]()
 
-    def persistent_load(self, known: _Known) -> TypedStorage | UntypedStorage:
+    def persistent_load(self, known: _Known) -> TypedStorage:
         number, data, tag, dtype = known
         if number not in self._seen:
             memory = next(self._large) if data is None else _memory(data)
             self._seen[number] = default_restore_location(memory, tag)  # type: ignore[no-untyped-call]
-        memory = self._seen[number]
-        if dtype is None:
-            return memory
-        return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return TypedStorage(wrap_storage=self._seen[number], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _bytes_of(memory: UntypedStorage) -> Tensor:
