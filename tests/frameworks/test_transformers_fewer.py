@@ -111,14 +111,17 @@ def test_each_rank_has_the_batches_of_its_seats(size: int, tmp_path: Path) -> No
     assert [found[rank] for rank in range(RANKS)] == expected
 
 
-def test_a_micro_step_is_that_of_all_its_seats(tmp_path: Path) -> None:
+def test_a_micro_step_is_that_of_all_its_seats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its number and its random state; what is exchanged within it is refused."""
+    for name, number in (("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(dist, name, lambda group=None, number=number: number)
     one = trainer(tmp_path, Numbers())
     number_as(0, 2)
     seen, total_losses = [], list[Any]()
 
     def training_step(net: Any, inputs: Any, items: Any = None) -> torch.Tensor:
         seen.append((inputs, items, one.args.process_index, one.args.world_size, float(torch.rand(1))))
+        assert (dist.get_rank(), dist.get_world_size()) == seen[-1][2:4]  # a loss is often multiplied by that
         if inputs == "exchanges":
             seats._exchanged("all_reduce")
         if inputs != "alone":
@@ -141,6 +144,7 @@ def test_a_micro_step_is_that_of_all_its_seats(tmp_path: Path) -> None:
         one.training_step(net, Parts(["exchanges", "b"]))
     with pytest.raises(UsageError, match=r"no backward pass by accelerator\.backward"):
         one.training_step(net, Parts(["alone", "b"]))
+    assert (one.args.process_index, one.args.world_size, dist.get_rank(), dist.get_world_size()) == (0, 2, 0, 2)
 
 
 class Own(Trainer):  # type: ignore[misc,unused-ignore]

@@ -21,7 +21,7 @@ from lastgasp.adapter import UsageError
 from lastgasp.adapter import torch as shared
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.losses import Found, OfSeat, Own, found_in
-from lastgasp_transformers.numbers import number_as
+from lastgasp_transformers.numbers import numbered
 from lastgasp_transformers.script_alone import around_exchanges
 from lastgasp_transformers.shares import filled
 
@@ -117,7 +117,7 @@ class Seats:
         self._outside = b""
         self._switch(seat)
         try:
-            with self._numbered(seat.number):
+            with numbered(seat.number, self.complete):
                 yield
         finally:
             self._switch(self.first)
@@ -129,15 +129,6 @@ class Seats:
         self._now.random = self._random.snapshot()
         rng.restore(rng.decode(seat.random), [self._trainer.args.device])
         self._now = seat
-
-    @contextlib.contextmanager
-    def _numbered(self, rank: int) -> Iterator[None]:
-        """To accelerate and Trainer this process is that rank of the complete job."""
-        before = number_as(rank, self.complete)
-        try:
-            yield
-        finally:
-            number_as(*before)
 
     def _settle(self) -> None:
         """What was drawn between micro-batches, the rank of each seat would have drawn."""
@@ -162,7 +153,7 @@ class Seats:
     def _around_get_train_dataloader(self, original: Callable[[], Any]) -> Any:
         loaders = []
         for seat in self.mine:
-            with self._numbered(seat.number):  # before training begins: the random state is nobody's yet
+            with numbered(seat.number, self.complete):  # before training begins: the random state is nobody's yet
                 loaders.append(original())
         for seat, loader in zip(self.mine[1:], loaders[1:], strict=True):
             seat.data.inexact = self.first.data.inexact
@@ -182,7 +173,7 @@ class Seats:
             yield found
 
     def _around_set_initial_training_values(self, original: Any, *args: Any, **options: Any) -> Any:
-        with self._numbered(self.first.number):
+        with numbered(self.first.number, self.complete):
             return original(*args, **options)
 
     # -- a step -------------------------------------------------------------------------------------------
