@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lastgasp.pytorch import TorchState
 from lastgasp.pytorch.loop.kept_hooks import next_hook
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.not_saved import NotSaved
-from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
+from lastgasp.pytorch.unsaved import LeftGradients, Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
 from lastgasp.pytorch.uservalues import Root
 
 
@@ -372,3 +374,28 @@ def test_a_large_module_is_looked_at_in_bounded_time() -> None:
         holds.shadow[2999].add_(1)
         holds.big.weight[0, 1] = 7.0
     assert unsaved.modules() == ["Holds.shadow", "Holds.big"]
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+@pytest.mark.parametrize("cleared", ["optimizer", "model"])
+def test_gradients_that_nothing_clears_are_named(cleared: str, bucket: bool) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].requires_grad_(False)
+    optimizer = SGD(net[0].parameters(), lr=0.1)
+    left = LeftGradients(net, [optimizer])
+    flat = torch.zeros(9)
+    for _ in range(4):
+        if bucket and net[2].weight.grad is None:  # as DDP does it
+            net[2].weight.grad = flat.view(3, 3).zero_()
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        left.step_over()
+        gc.collect()
+        (optimizer if cleared == "optimizer" else net).zero_grad()
+    assert ("2.weight" in left.note()) == (cleared != "model")
+    assert "0.weight" not in left.note()
+    assert "1.weight" not in left.note()
+    assert LeftGradients(net, [SGD(net.parameters(), lr=0.1)]).note() == ""

@@ -187,6 +187,31 @@ class UnsavedOptimizers:
                               )  # fmt: skip
 
 
+class LeftGradients:
+    """Gradients that go on from step to step: of parameters that no optimizer has, where nothing clears them."""
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
+        groups = [group for one in optimizers for group in one.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        self._outside = {name: one for name, one in module.named_parameters() if id(one) not in trained}
+        self._seen: dict[str, weakref.ref[Tensor]] = {}
+        self._left: list[str] = []
+
+    def step_over(self) -> None:
+        """A step is complete: its gradients may still be there, those of the step before may not."""
+        grads = {name: one.grad for name, one in self._outside.items() if one.grad is not None}
+        self._left = [name for name, grad in grads.items() if name in self._seen and self._seen[name]() is grad]
+        self._seen = {name: weakref.ref(grad) for name, grad in grads.items()}
+
+    def note(self) -> str:
+        """As of `Unsaved`."""
+        return (
+            "gradients of parameters that are in no optimizer are in no checkpoint, and stay from step to step: "
+            f"{_some(self._left)}. Unless they are set to zero in between, a resumed run begins without them, and "
+            "differs where they count (clip_grad_norm_). Freeze these parameters, or call model.zero_grad()"
+        ) if self._left else ""  # fmt: skip
+
+
 def note_on_hooks(models: Iterable[Any]) -> str:
     """What to note where DDP averages gradients by hooks with a state of their own; empty where none has one.
 

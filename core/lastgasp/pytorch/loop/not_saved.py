@@ -8,7 +8,7 @@ from typing import Any
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.unlike import MadeBuffers
-from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
+from lastgasp.pytorch.unsaved import LeftGradients, Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
 
 UNEVEN = (
     "under torch's Join ranks may be at different numbers of steps, each with an optimizer state of its own: a resume "
@@ -33,6 +33,7 @@ class NotSaved:
         if kept is not None:
             kept.begun = self._modules.since(kept.begun, kept.same(state))
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), state.containers, sharded=state.sharded)
+        self._gradients = LeftGradients(modules, state.optimizers.values()) if state.engine is None else None
         self._loaders: list[object] = []
         self._made = None if state.sharded else MadeBuffers(state.container)
         self._note = note
@@ -46,6 +47,8 @@ class NotSaved:
 
     def step_over(self) -> None:
         """A step is complete; behind the first one data are as training begins with them."""
+        if self._gradients is not None:
+            self._gradients.step_over()
         if self._data.new:
             self._data.look_at(self._loaders)
             self._loaders.clear()
@@ -56,5 +59,6 @@ class NotSaved:
         """What a resumed run lacks. Any thread may ask."""
         uneven = UNEVEN if under_join(self._state) else ""
         made = "" if self._made is None else self._made.note()
-        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven, made
+        left = "" if self._gradients is None else self._gradients.note()
+        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven, made, left
         return [note for note in found if note]
