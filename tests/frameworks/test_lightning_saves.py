@@ -145,6 +145,17 @@ def test_a_save_that_the_fault_cut_short_is_made_up(tmp_path: Path, moment: str)
     assert found["straight"] == found[moment]
 
 
+def test_from_a_copy_nothing_is_made_up(tmp_path: Path) -> None:
+    """Its user has it elsewhere, and the files of the job that has saved it: they stay as they are without lastgasp."""
+    for steps in (4, 5):
+        job = Job(tmp_path, {"enable_checkpointing": True, "max_steps": steps})
+        keeps = [ModelCheckpoint(tmp_path / mode, "{step}", mode=mode, every_n_train_steps=2, save_top_k=-1)
+                 for mode in ("min", "max")]  # fmt: skip
+        given = {"ckpt_path": shutil.copy(tmp_path / "min/step=4.ckpt", tmp_path / "copy.ckpt")} if steps == 5 else {}
+        assert fit(job.make(*keeps), Small(), **given)
+        assert sorted(path.name for path in tmp_path.glob("max/*.ckpt")) == ["step=2.ckpt", "step=4.ckpt"]
+
+
 class Averaged(Small):
     """Validates with the averages of its weights."""
 

@@ -30,7 +30,7 @@ from lastgasp.adapter.torch import (
 from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
-from lastgasp_lightning.checkpoint_io import saved_by
+from lastgasp_lightning.checkpoint_io import UNKNOWN, saved_by
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.extra import split_extra
 from lastgasp_lightning.made_up import make_up_saves, not_there, skip_second_save
@@ -175,7 +175,8 @@ class Resume:
         if (accumulate := record.get("accumulate")) is not None:  # callbacks change it only when an epoch starts
             trainer.accumulate_grad_batches = accumulate
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = record["reloads"]
-        here = {(job, record["step"]) for job in (self.job, saved_by(str(trainer.ckpt_path or ""))[0])}
+        loaded = trainer.strategy.broadcast(saved_by(str(trainer.ckpt_path or "")))  # all do the same
+        here = {(job, record["step"]) for job in (self.job, loaded[0])}
         skip_second_save(trainer, record, here)
         if missing := not_there(trainer, record):
             self._note(missing)
@@ -212,7 +213,8 @@ class Resume:
         self._state.resumed()
         if trainer._logger_connector._first_loop_iter is not None:
             trainer._logger_connector.update_train_step_metrics()  # Lightning logs a step behind its boundary
-        make_up_saves(trainer, record, here)
+        if loaded != UNKNOWN or not trainer.ckpt_path:  # beside a copy's files, which are the user's, nothing is due
+            make_up_saves(trainer, record, here)
 
     def _asked_to_stop(self, trainer: Any, record: dict[str, Any]) -> bool:
         """Whether the training of the checkpoint was asked to stop, and is what goes on.
