@@ -202,6 +202,7 @@ def test_which_trainings_others_can_do(tmp_path: Path) -> None:
     assert why(trainer(tmp_path, Numbers())) == ""
     assert "get_batch_samples" in why(trainer(tmp_path, Numbers(), Own))
     assert "compute_loss exchanges something with other ranks (gather)" in why(trainer(tmp_path, Numbers(), Gathers))
+    assert "save_on_each_node" in why(trainer(tmp_path, Numbers(), save_on_each_node=True))
     assert "lomo" in why(trainer(tmp_path, Numbers(), optim="lomo"))
     one = trainer(tmp_path, Numbers())
     one.model.register_buffer("mean", torch.zeros(1))

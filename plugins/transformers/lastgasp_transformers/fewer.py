@@ -50,6 +50,8 @@ def _training(trainer: Any, state: shared.TorchState) -> str:
         names = _names_in(cls, name)
         if (found := names & _EXCHANGES) and names & _EXCHANGERS:
             return f"{cls.__name__}.{name} exchanges something with other ranks ({min(found)})"
+    if args.save_on_each_node:
+        return "save_on_each_node=True: a host whose first rank is missing would save nothing"
     if any(isinstance(one, SyncBatchNorm) for one in trainer.model.modules()):
         return "SyncBatchNorm: ranks do unequal numbers of micro-batches"
     if next(trainer.model.buffers(), None) is not None and state.per_rank_buffers(2):
