@@ -77,6 +77,18 @@ def test_a_damaged_checkpoint_is_not_resumed_from(tmp_path: Path, reference: Ref
     assert "NoGoodCheckpoint" in refused.output
 
 
+def test_a_gasp_within_trainers_own_save_is_whole(tmp_path: Path) -> None:
+    """What a rank has still to write of Trainer's does not fall into it."""
+    out, script = tmp_path / "out", str(SCRIPT.with_name("train_transformers_late.py"))
+    command = [*launcher(2), "--max-restarts", "0", script, str(out)]
+    done = run_job(command, tmp_path / "log", timeout=LIMIT, environ=os.environ)
+    assert (out / "late").exists(), done.output[-4000:]
+    assert first_incident(out).step_saved == 4, done.output[-4000:]
+    [found] = candidates([out], LAYOUT)
+    assert found.step == 4
+    assert verify(found.path, LAYOUT).ok, done.output[-4000:]
+
+
 def check(case: TransformersCase, folder: Path, reference: Reference) -> None:
     """Run the job into its fault and to its end; then look at everything it left."""
     expected = reference[case.world, case.shape]

@@ -247,3 +247,37 @@ def test_the_verdict_says_what_to_look_at() -> None:
     assert restarts.should_give_up
     assert "3 restarts in a row completed no new step" in restarts.verdict
     assert "lastgasp incident DIR" in restarts.verdict
+
+
+def test_between_two_steps_a_recovery_is_waited_for_unless_this_rank_has_a_step_to_complete() -> None:
+    status, seen = RankStatus(), list[Released]()
+    status.step = 3
+    status.before_update()
+    status.step_completed(4)
+    status.between_steps()
+    status.hold(30.0, target=5)
+    status.between_steps()
+    assert (status.inside, status.begun) == (False, 4)
+    status.hold(30.0)
+
+    def save() -> None:
+        try:
+            status.between_steps()
+        except Released as released:
+            seen.append(released)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    while not status.at_gate:
+        pass
+    status.go_on()
+    thread.join(30.0)
+    assert (seen, status.inside, status.begun) == ([], False, 4)
+    status.hold(30.0)
+    thread = threading.Thread(target=save)
+    thread.start()
+    while not status.at_gate:
+        pass
+    status.release(SAVED)
+    thread.join(30.0)
+    assert seen[0].outcome is SAVED

@@ -144,6 +144,16 @@ class RankStatus:
         with self._gate:
             self.inside, self.begun = False, self.step
 
+    def between_steps(self) -> None:
+        """Wait while a recovery is on: the training thread is about to write what that may be writing.
+
+        Raises:
+            Released: as `before_update`.
+        """
+        if self.closed and not self.inside:
+            self.before_update()
+            self.not_yet()
+
     def step_completed(self, step: int) -> None:
         """`step` is completed and captured."""
         self.step = step

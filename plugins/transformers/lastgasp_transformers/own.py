@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,35 @@ def call_save(state: Any, gasps: set[int], original: Callable[..., object], *arg
     finally:
         undo()
         state.best_global_step = best
+
+
+@contextlib.contextmanager
+def unless_a_gasp_is_written(status: Any, state: Any) -> Iterator[None]:
+    """Trainer's save, each file of which waits while a fault is being answered.
+
+    A gasp of the same step moves aside what Trainer has written: a file that it opened behind that would fall into the
+    gasp. One that is open then is moved with the others.
+
+    Raises:
+        Released: the fault was answered.
+    """
+    here = threading.get_ident()
+
+    def first(original: Callable[..., object]) -> Callable[..., object]:
+        def write(*args: Any, **options: Any) -> object:
+            if threading.get_ident() == here:  # a gasp is written by another thread
+                status.between_steps()
+            return original(*args, **options)
+
+        return write
+
+    status.between_steps()
+    undo = [adapter.replace_attribute(owner, name, first) for owner, name in ((torch, "save"), (state, "save_to_json"))]
+    try:
+        yield
+    finally:
+        for one in reversed(undo):
+            one()
 
 
 def rotate(args: Any, state: Any) -> None:

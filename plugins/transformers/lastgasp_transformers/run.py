@@ -26,7 +26,7 @@ from lastgasp.adapter.torch import rng
 from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
 from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
-from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate
+from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate, unless_a_gasp_is_written
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
 from lastgasp_transformers.supported import NEEDS, require_supported
@@ -359,14 +359,15 @@ class Run:
         wanted, step = self._trainer.args, self._trainer.state.global_step
         self._gasps.discard(step)
         self._call = partial(call_save, self._trainer.state, self._gasps, original, *args)
-        path = path_of(Path(wanted.output_dir).absolute(), step)
+        path, writing = path_of(Path(wanted.output_dir).absolute(), step), unless_a_gasp_is_written
         kept = not wanted.save_only_model or path.resolve() in self._good
-        if kept and step == self.step and self.training.known:
-            self.save()
-            return
-        if self.rank == 0:
-            self._saves.forget(path)
-        self._call()
+        with writing(self.session.status, self._trainer.state):
+            if kept and step == self.step and self.training.known:
+                self.save()
+                return
+            if self.rank == 0:
+                self._saves.forget(path)
+            self._call()
 
     def save(self) -> None:
         """Trainer's own save of the last step, with a manifest. All ranks call it together."""
