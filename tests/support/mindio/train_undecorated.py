@@ -1,8 +1,8 @@
 """A loop of one's own with MindIO's calls: no decorator, and no tft_destroy_processor. Two ranks, each holds all.
 
 `JOB_RAISES`: a rank and a step behind which it raises in the first attempt. `JOB_WRONG`: rank 1 finds wrong values
-behind step 4, and says so by `tft_report_error`, or raises it out of a decorated function. `JOB_LOAD`: where it loads
-from, instead of the directory of its dumps.
+behind step 4, once rank 0 has completed it, too, and says so by `tft_report_error`, or raises it out of a decorated
+function. `JOB_LOAD`: where it loads from, instead of the directory of its dumps.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def train() -> None:
     """The loop."""
     for step in range(first, STEPS):
         total = torch.ones(8)
+        if WRONG and (rank, step) == (0, 4):
+            (SAVE.parent / "comes to step 5").touch()
         try:
             dist.all_reduce(total)
         except RuntimeError:
@@ -100,6 +102,9 @@ def train() -> None:
         weights.add_(total)
         tft_end_updating_os(step + 1)
         if WRONG and (rank, step + 1) == (1, 4):
+            waits = time.monotonic() + 60
+            while not (SAVE.parent / "comes to step 5").exists() and time.monotonic() < waits:
+                time.sleep(0.001)
             if WRONG == "report":
                 tft_report_error(ReportState.RS_RETRY.value)
             raise RuntimeError("PRECISION ERROR")
