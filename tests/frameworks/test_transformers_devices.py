@@ -140,7 +140,7 @@ def test_the_record_of_a_step_under_way_gets_its_loss_when_the_device_has_told_i
     vars(training).update(
         trainer=fake, step=5, phase="", recorder=recorder, _losses=sums, _loss=0.75, _ahead=False, _lacking=False,
         _place=SimpleNamespace(world_size=2), _data=SimpleNamespace(position=None), _gate=done.set,
-        _moving=SimpleNamespace(opens=lambda: None),
+        _moving=SimpleNamespace(opens=lambda: None), seats=None,
     )  # fmt: skip
 
     def recorded() -> Found:
