@@ -11,14 +11,14 @@ from lastgasp import exitcodes
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults
+from support.elastic_runs import OFFER, STOPS, go
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
-from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.launchers import SUPPORT, finish, incidents, run, running, until
 from support.samples import check_samples, used
 from support.train_elastic import GATES, SAMPLES
 
 WORKER = SUPPORT / "train_elastic.py"
-OFFER = "a fault can be answered in place, as incarnation {}"
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,16 +38,6 @@ def job(directory: Path, *more: str, ranks: int = 4, script: Path = WORKER) -> l
     command = run(script, "--dir", directory, "--final", directory / "final.pt", *more, ranks=ranks)
     at = command.index("run") + 1
     return [*command[:at], "--min-ranks", "2", *command[at:]]
-
-
-def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
-    """Let the ranks pass a gate once the launcher can answer a fault in this incarnation."""
-    until(lambda: OFFER.format(incarnation + 1) in job.output, f"incarnation {incarnation} can be answered")
-    (directory / f"go-{step}").touch()
-
-
-STOPS = "is to stop at the end of its step: missing ranks can be taken in"
-"""What a rank says that waits at a gate meanwhile: it has to go on to that end by itself."""
 
 
 def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, undisturbed: Path) -> None:

@@ -10,21 +10,18 @@ import torch
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults
+from support.elastic_runs import OFFER, STOPS, faulted, twice_fewer_and_all_again
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
-from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.launchers import SUPPORT, finish, incidents, run, until
 from support.mindio_scaling import check_logs
 from support.samples import check_samples, entered, used
 from support.train_elastic import GATES
 
 WORKER = SUPPORT / "train_elastic_lightning.py"
-OFFER = "a fault can be answered in place, as incarnation {}"
 STEPS = 12
-STOPS = "is to stop at the end of its step: missing ranks can be taken in"
-"""What a rank says that waits at a gate meanwhile: it has to go on to that end by itself."""
 KNOWN = ("could not get new processes", "have new processes", "each once as they are due")
 """What notes say of it."""
-QUIET = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug"}
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,12 +44,6 @@ def job(directory: Path, *more: str, ranks: int = 4, least: int = 2) -> list[str
     return [*command[:at], "--min-ranks", str(least), *command[at:]]
 
 
-def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
-    """Let the ranks pass a gate once the launcher can answer a fault in this incarnation."""
-    until(lambda: OFFER.format(incarnation + 1) in job.output, f"incarnation {incarnation} can be answered")
-    (directory / f"go-{step}").touch()
-
-
 def check_same(directory: Path, undisturbed: Path, told: bool = True) -> None:
     """Weights to the bit, samples, and each step in the log once, with the same numbers.
 
@@ -68,17 +59,13 @@ def check_same(directory: Path, undisturbed: Path, told: bool = True) -> None:
 
 def test_fit_goes_on_with_fewer_ranks(tmp_path: Path, undisturbed: Path) -> None:
     """Four ranks, and three: the processes that are left stay, and nothing is lost."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
     faults = "kind=sigkill,rank=2,step=3,phase=backward"
-    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
-    assert len(read_log(log)) == 1, started.output[-8000:]
+    where = faulted(tmp_path, job(directory), directory, faults)
+    assert len(read_log(tmp_path / "faults.log")) == 1, where
     [incident] = incidents(directory)
-    assert (incident.rung, incident.ending, incident.steps_lost) == ("shrink", "in_place", 0), started.output[-8000:]
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("shrink", "in_place", 0), where
     assert [len({pid for pid, *_ in entered(directory, rank)}) for rank in (0, 1)] == [1, 1]
     assert [row[1:] for row in entered(directory, 0)] == [(0, 0, 4), (3, 0, 3)]
     assert [note for note in incident.notes if not any(text in note for text in KNOWN)] == []
@@ -86,28 +73,10 @@ def test_fit_goes_on_with_fewer_ranks(tmp_path: Path, undisturbed: Path) -> None
 
 
 def test_a_second_fault_and_all_ranks_again(tmp_path: Path, undisturbed: Path) -> None:
-    """Four ranks, three, two without the one that logs, and four: the processes that live through it stay."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
-    faults = "kind=sigkill,rank=2,step=3,phase=backward;kind=sigkill,rank=0,step=6,phase=backward,incarnation=1"
-    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        for incarnation, step in enumerate(GATES[:2]):
-            go(directory, step, started, incarnation)
-        until(lambda: entered(directory, 0)[-1:] and entered(directory, 0)[-1][1:] == (6, 0, 2), "two ranks are left")
-        (directory / "grow").touch()
-        until(lambda: started.output.count(STOPS) >= 2, "the others can be taken in")
-        for step in GATES[2:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
-    assert len(read_log(log)) == 2, started.output[-8000:]
-    found = incidents(directory)
-    assert [(one.rung, one.ending, one.steps_lost) for one in found] == [
-        ("shrink", "in_place", 0), ("shrink", "in_place", 0), ("grow", "in_place", 0),
-    ], started.output[-8000:]  # fmt: skip
-    assert [note for one in found for note in one.notes if not any(text in note for text in KNOWN)] == []
-    rows = [[pid for pid, *_ in entered(directory, rank)] for rank in range(4)]
-    assert rows[1][0] == rows[1][-1] and rows[3][0] == rows[3][-1], rows
-    assert rows[0][0] != rows[0][-1] and rows[2][0] != rows[2][-1], rows
+    where, found = twice_fewer_and_all_again(tmp_path, job(directory), directory, "backward")
+    assert [note for one in found for note in one.notes if not any(text in note for text in KNOWN)] == [], where
     check_same(directory, undisturbed)
 
 
@@ -124,30 +93,22 @@ def test_a_second_fault_and_all_ranks_again(tmp_path: Path, undisturbed: Path) -
 )
 def test_moments(ranks: int, fault: str, more: list[str], tmp_path: Path, undisturbed: Path) -> None:
     """What a rank may be in; a job of two ranks has two micro-batches for each."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
     command, rung = job(directory, *more, ranks=ranks, least=1), "retry" if "exception" in fault else "shrink"
-    with running(tmp_path, command, LASTGASP_FAULT=fault, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
-    assert len(read_log(log)) == 1, started.output[-8000:]
+    where = faulted(tmp_path, command, directory, fault)
+    assert len(read_log(tmp_path / "faults.log")) == 1, where
     [incident] = incidents(directory)
-    assert (incident.rung, incident.ending, incident.steps_lost) == (rung, "in_place", 0), started.output[-8000:]
+    assert (incident.rung, incident.ending, incident.steps_lost) == (rung, "in_place", 0), where
     check_same(directory, undisturbed, told="update" not in fault)  # whose end the killed rank does not come to
 
 
 @pytest.mark.full
 def test_in_any_order_the_result_may_differ_in_the_last_bits(tmp_path: Path, undisturbed: Path) -> None:
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
     faults, command = "kind=sigkill,rank=2,step=3,phase=backward", job(directory, "--any-order")
-    with running(tmp_path, command, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
+    faulted(tmp_path, command, directory, faults)
     check_samples(directory, undisturbed)
     one, other = (torch.load(folder / "final.pt") for folder in (directory, undisturbed))
     for name in one.keys() - {"net.0.bias", "net.1.running_mean"}:  # a bias before batch norm has rounding as gradient
@@ -157,16 +118,12 @@ def test_in_any_order_the_result_may_differ_in_the_last_bits(tmp_path: Path, und
 @pytest.mark.full
 def test_without_an_elastic_loader_the_job_restarts(tmp_path: Path) -> None:
     """And the incident says why."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
     faults, command = "kind=sigkill,rank=2,step=3,phase=backward", job(directory, "--plain")
-    with running(tmp_path, command, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
+    where = faulted(tmp_path, command, directory, faults)
     [incident] = incidents(directory)
-    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), started.output[-8000:]
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), where
     assert "does not train with an ElasticLoader" in incident.not_in_place
 
 
@@ -174,18 +131,13 @@ def test_without_an_elastic_loader_the_job_restarts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", ["state kept,3,self", "handover,2,self", "state taken,2,0"])
 def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, undisturbed: Path) -> None:
     """By its number before or after: the step is saved by another one, and all four ranks start again with it."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
-    variables = QUIET | {"LASTGASP_FAULT_LOG": str(log), again_faults.VARIABLE: second}
     faults = "kind=sigkill,rank=1,step=3,phase=backward"
-    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, **variables) as [one]:
-        go(directory, GATES[0], one, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert one.code() == 0, one.output[-8000:]
+    where = faulted(tmp_path, job(directory), directory, faults, **{again_faults.VARIABLE: second})
     assert (directory / "second").exists()
     first, last = incidents(directory)
-    assert (first.rung, first.steps_lost, last.ending, last.steps_lost) == ("shrink", 0, "saved", 0), one.output[-8000:]
+    assert (first.rung, first.steps_lost, last.ending, last.steps_lost) == ("shrink", 0, "saved", 0), where
     check_samples(directory, undisturbed)
     assert differences(undisturbed / "final.pt", directory / "final.pt") == []
 

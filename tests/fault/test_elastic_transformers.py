@@ -15,21 +15,18 @@ import torch
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
 from support import again_faults
+from support.elastic_runs import OFFER, QUIET, STOPS, faulted, twice_fewer_and_all_again
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
-from support.launchers import SUPPORT, Running, finish, incidents, run, running, until
+from support.launchers import SUPPORT, finish, incidents, run, until
 from support.samples import entered, used
 from support.train_elastic import GATES
 
 WORKER = SUPPORT / "train_elastic_transformers.py"
-OFFER = "a fault can be answered in place, as incarnation {}"
 STEPS = 12
-STOPS = "is to stop at the end of its step: missing ranks can be taken in"
-"""What a rank says that waits at a gate meanwhile: it has to go on to that end by itself."""
 KNOWN = ("could not get new processes", "have new processes")
 """What notes say of it."""
 SUMS = ("logged", "loss")
-QUIET = {"LASTGASP_WARM": "off", "LASTGASP_LOG": "debug"}
 LAYOUT = DirectoryLayout("checkpoint-[0-9]*")
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -55,12 +52,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return found[ranks, *more]
 
     return make
-
-
-def go(directory: Path, step: int, job: Running, incarnation: int) -> None:
-    """Let the ranks pass a gate once the launcher can answer a fault in this incarnation."""
-    until(lambda: OFFER.format(incarnation + 1) in job.output, f"incarnation {incarnation} can be answered")
-    (directory / f"go-{step}").touch()
 
 
 def check_result(directory: Path, expected: Path, without: tuple[str, ...] = (), near: float = 1) -> None:
@@ -91,28 +82,10 @@ def check(directory: Path, expected: Path, where: str, told: bool = True, random
 
 
 def test_train_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, undisturbed: Any) -> None:
-    """Four ranks, three, two without the one that logs, and four: the processes that live through it stay."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
-    faults = "kind=sigkill,rank=2,step=3,phase=backward;kind=sigkill,rank=0,step=6,phase=forward,incarnation=1"
-    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        for incarnation, step in enumerate(GATES[:2]):
-            go(directory, step, started, incarnation)
-        until(lambda: entered(directory, 0)[-1:] and entered(directory, 0)[-1][1:] == (6, 0, 2), "two ranks are left")
-        (directory / "grow").touch()
-        until(lambda: started.output.count(STOPS) >= 2, "the others can be taken in")
-        for step in GATES[2:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
-        where = started.output[-8000:]
-    assert len(read_log(log)) == 2, where
-    found = incidents(directory)
-    told = [(one.rung, one.ending, one.steps_lost) for one in found]
-    assert told == [("shrink", "in_place", 0), ("shrink", "in_place", 0), ("grow", "in_place", 0)], where
+    where, found = twice_fewer_and_all_again(tmp_path, job(directory), directory, "forward")
     assert [note for one in found for note in one.notes if not any(text in note for text in KNOWN)] == [], where
-    rows = [[pid for pid, *_ in entered(directory, rank)] for rank in range(4)]
-    assert rows[1][0] == rows[1][-1] and rows[3][0] == rows[3][-1], rows
-    assert rows[0][0] != rows[0][-1] and rows[2][0] != rows[2][-1], rows
     check(directory, undisturbed(4), where)
 
 
@@ -128,16 +101,11 @@ def test_train_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path, 
 )
 def test_moments(ranks: int, fault: str, more: list[str], tmp_path: Path, undisturbed: Any) -> None:
     """What a rank may be in, and other trainings."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
     command = job(directory, *more, ranks=ranks, least=1)
-    with running(tmp_path, command, LASTGASP_FAULT=fault, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
-        where = started.output[-8000:]
-    assert len(read_log(log)) == 1, where
+    where = faulted(tmp_path, command, directory, fault)
+    assert len(read_log(tmp_path / "faults.log")) == 1, where
     [incident] = incidents(directory)
     assert (incident.rung, incident.ending, incident.steps_lost) == ("shrink", "in_place", 0), where
     told, drawn = "update" not in fault, "--workers" not in more  # the killed rank tells nothing of that step
@@ -147,14 +115,10 @@ def test_moments(ranks: int, fault: str, more: list[str], tmp_path: Path, undist
 @pytest.mark.full
 def test_checkpoints_of_fewer_ranks_are_those_of_all(tmp_path: Path, undisturbed: Any) -> None:
     """What Trainer saves while one is missing, four ranks without lastgasp go on from (with data that it repeats)."""
-    directory, log, faults = tmp_path / "d", tmp_path / "faults.log", "kind=sigkill,rank=1,step=3,phase=backward"
+    directory, faults = tmp_path / "d", "kind=sigkill,rank=1,step=3,phase=backward"
     directory.mkdir()
     command = job(directory, "--fixed")
-    with running(tmp_path, command, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
+    faulted(tmp_path, command, directory, faults)
     assert [one.rung for one in incidents(directory)] == ["shrink"]
     again = tmp_path / "again"
     again.mkdir()
@@ -170,16 +134,12 @@ def test_checkpoints_of_fewer_ranks_are_those_of_all(tmp_path: Path, undisturbed
 @pytest.mark.full
 def test_what_cannot_go_on_with_fewer_ranks_restarts(tmp_path: Path) -> None:
     """An iterable data set. The incident says why."""
-    directory, log, faults = tmp_path / "d", tmp_path / "faults.log", "kind=sigkill,rank=2,step=3,phase=backward"
+    directory, faults = tmp_path / "d", "kind=sigkill,rank=2,step=3,phase=backward"
     directory.mkdir()
     command = job(directory, "--stream")
-    with running(tmp_path, command, LASTGASP_FAULT=faults, LASTGASP_FAULT_LOG=str(log), **QUIET) as [started]:
-        go(directory, GATES[0], started, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert started.code() == 0, started.output[-8000:]
+    where = faulted(tmp_path, command, directory, faults)
     [incident] = incidents(directory)
-    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), started.output[-8000:]
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), where
     assert "IterableDataset" in incident.not_in_place
 
 
@@ -187,16 +147,10 @@ def test_what_cannot_go_on_with_fewer_ranks_restarts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", ["let go,3,self", "entered,1,self"])
 def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, undisturbed: Any) -> None:
     """By its number before or after: the step is on disk, and all four ranks start again with it."""
-    directory, log = tmp_path / "d", tmp_path / "faults.log"
+    directory = tmp_path / "d"
     directory.mkdir()
-    variables = QUIET | {"LASTGASP_FAULT_LOG": str(log), again_faults.VARIABLE: second}
     faults = "kind=sigkill,rank=1,step=3,phase=backward"
-    with running(tmp_path, job(directory), LASTGASP_FAULT=faults, **variables) as [one]:
-        go(directory, GATES[0], one, 0)
-        for step in GATES[1:]:
-            (directory / f"go-{step}").touch()
-        assert one.code() == 0, one.output[-8000:]
-        where = one.output[-8000:]
+    where = faulted(tmp_path, job(directory), directory, faults, **{again_faults.VARIABLE: second})
     assert (directory / "second").exists()
     found = incidents(directory)
     assert found[0].rung == "shrink" and not any(incident.steps_lost for incident in found), where

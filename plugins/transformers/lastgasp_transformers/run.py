@@ -359,9 +359,9 @@ class Run:
         wanted, step = self._trainer.args, self._trainer.state.global_step
         self._gasps.discard(step)
         self._call = partial(call_save, self._trainer.state, self._gasps, original, *args)
-        path, writing = path_of(Path(wanted.output_dir).absolute(), step), unless_a_gasp_is_written
+        path = path_of(Path(wanted.output_dir).absolute(), step)
         kept = not wanted.save_only_model or path.resolve() in self._good
-        with writing(self.session.status, self._trainer.state):
+        with unless_a_gasp_is_written(self.session.status, self._trainer.state):
             if kept and step == self.step and self.training.known:
                 self.save()
                 return
