@@ -6,7 +6,8 @@ import gc
 import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,29 @@ def test_a_copy_is_equal_and_nobody_elses() -> None:
     found["seen"].add("b")
     assert table["all"][0].tolist() == [1.0, 1.0] and list(table) == ["all"]
     assert (before["seen"], found["pair"]) == ({"a"}, (1, {2: 3})) and "weight" in before["model"]
+
+
+@pytest.mark.parametrize("kind", [torch.clone, torch.t, lambda one: one[:, ::2], torch.conj, nn.Parameter])
+def test_large_copies_are_as_torch_makes_them(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    large = kind(torch.randn(1500, 2000, dtype=torch.complex64))
+    found = cloned(large)
+    assert type(found) is torch.Tensor and torch.equal(found, large) and not found.requires_grad
+    assert found.data_ptr() != large.data_ptr() and found.stride() == large.detach().to("cpu", copy=True).stride()
+
+
+def test_large_copies_are_in_huge_pages() -> None:
+    """Where the kernel has some to give; ten times a tensor of four of them, as it may be short of them."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this kernel gives no huge pages")
+    large = torch.ones(16 << 20, dtype=torch.uint8)
+    before, found = _huge_pages(), [cloned(large) for _ in range(10)]
+    assert _huge_pages() > before and all(torch.equal(large, one) for one in found)
+
+
+def _huge_pages() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("AnonHugePages:"))
 
 
 def test_tensors_in_extra_come_back_to_the_device_that_they_were_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import sys
@@ -101,6 +102,20 @@ def unsafe(own: Collection[int]) -> str:
     if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
         return "an import has made a temporary file, which its ranks would share"
     return ""
+
+
+def close_nvml() -> None:
+    """Close what torch leaves open where it was asked for a GPU (`warm.WITHOUT_DEVICE`): each question opens NVML anew.
+
+    Left alone where pynvml holds it for an import, which would miss it.
+    """
+    with open("/proc/self/maps") as maps:
+        loaded = any("/libnvidia-ml.so" in line for line in maps)
+    if not loaded or getattr(sys.modules.get("pynvml"), "_nvmlLib_refcount", False):
+        return
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    while library.nvmlShutdown() == 0:  # one for each nvmlInit
+        pass
 
 
 def times(modules: Mapping[str, str]) -> dict[str, int]:

@@ -36,6 +36,7 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
                 importlib.import_module(name)
             except Exception:  # the rank imported it under other circumstances, and will again
                 continue
+    warm_checks.close_nvml()
     why = (
         _misread(readers, plan["own"], plan["environment"])
         or warm_checks.differing(plan["modules"])
