@@ -258,8 +258,11 @@ def test_it_cannot_be_asked_before_it_is_ready(tmp_path: Path) -> None:
         ("import os\nrank = os.environ.get('RANK')", "culprit reads RANK when it is imported"),
         ("import os\nkept = dict(os.environ)", "culprit reads RANK when it is imported"),
         ("import tempfile\nkept = tempfile.mkdtemp()", "made a temporary file"),
+        ("import tempfile\nkept = tempfile.NamedTemporaryFile(delete=False).name", "made a temporary file"),
+        ("import tempfile\nkept = tempfile.TemporaryDirectory()", "made a temporary file"),
+        ("import tempfile\nname = next(tempfile._get_candidate_names())", "made a temporary file"),
     ],
-    ids=["thread", "process", "socket", "rank", "environment", "temporary"],
+    ids=["thread", "process", "socket", "rank", "environment", "folder", "file", "cleaned", "name"],
 )
 def test_what_an_import_does_may_forbid_a_fork(source: str, why: str, tmp_path: Path) -> None:
     library(tmp_path, "culprit", source)
@@ -272,6 +275,23 @@ def test_a_library_that_keeps_itself_open_is_no_hindrance(tmp_path: Path) -> Non
     library(tmp_path, "closures", "import _ctypes, os\nkept = os.open(_ctypes.__file__, os.O_RDONLY)")
     with process(tmp_path, "closures") as found:
         ready(found)
+
+
+def test_temporary_files_that_are_gone_again_are_no_hindrance(tmp_path: Path) -> None:
+    """As those in which Triton compiles, for imports that ask it for a GPU. Each rank takes names of its own."""
+    using = "with tempfile.TemporaryDirectory() as folder:\n    tempfile.NamedTemporaryFile(dir=folder).close()"
+    library(tmp_path, "compiled", f"import os, tempfile\n{using}\nnumber, name = tempfile.mkstemp()\n"
+            "os.close(number)\nos.replace(name, name + '.o')\nos.remove(name + '.o')")  # fmt: skip
+    script = tmp_path / "names.py"
+    script.write_text("import tempfile\nprint(tempfile._name_sequence, next(tempfile._get_candidate_names()))")
+    with process(tmp_path, "compiled") as found:
+        ready(found)
+        said = []
+        for _ in range(2):
+            rank, out, err = forked(found, tmp_path, str(script))
+            assert rank.wait(PATIENCE) == 0, err.read_text()
+            said.append(out.read_text().split())
+    assert [one[0] for one in said] == ["None", "None"] and said[0][1] != said[1][1]
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG"])

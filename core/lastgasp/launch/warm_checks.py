@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -25,6 +27,9 @@ READ_AGAIN = frozenset(
 LEFT_BEHIND = frozenset({"jemalloc_bg_thd"})
 """Names of threads that do no harm to a fork. That of jemalloc, which comes with pyarrow and so with `datasets` and
 Trainer, gives memory back: jemalloc holds all its locks while a process forks, and a child does without it."""
+NVML = re.compile(r"cuda[0-9a-f]{11}")
+"""Names of the thread that NVML leaves behind when it is closed (`close_nvml`; driver 580): no device is open by then,
+and children of a process that has one were seen to use the GPU."""
 BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWORKX_"}
 """Modules that go through all variables when they are imported, and how the names begin that they take."""
 AT_LOADING = (
@@ -37,11 +42,14 @@ AT_LOADING = (
 UNSEEDED: WeakSet[random.Random] = WeakSet()
 """Generators that imports have made without a seed: in a fresh interpreter each begins anywhere, and so they do in the
 child (`warm_child.renew_seeds`)."""
+TEMPORARY: list[str | None] = []
+"""Paths of temporary files and folders that imports have made; None for one whose place is not known."""
 
 
 def threads() -> int:
     """How many threads this process has, those of native libraries too, but for those that a fork may leave behind."""
-    return sum(_name_of(thread) not in LEFT_BEHIND for thread in os.listdir("/proc/self/task"))
+    names = map(_name_of, os.listdir("/proc/self/task"))
+    return sum(name not in LEFT_BEHIND and not NVML.fullmatch(name) for name in names)
 
 
 def _name_of(thread: str) -> str:
@@ -99,7 +107,7 @@ def unsafe(own: Collection[int]) -> str:
         return "an import has started a process"
     if more:
         return f"an import keeps a file or a connection open ({', '.join(sorted(more.values())[:3])})"
-    if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
+    if any(path is None or os.path.lexists(path) for path in TEMPORARY):
         return "an import has made a temporary file, which its ranks would share"
     return ""
 
@@ -220,6 +228,26 @@ def watching_seeds() -> Iterator[None]:
         yield
     finally:
         random.Random.seed = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def watching_temporary() -> Iterator[None]:
+    """Notice in `TEMPORARY` what is made by `tempfile`. Most is gone once it has been used, as what Triton compiles."""
+    before, tempfile._name_sequence = tempfile._name_sequence, _Names()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        tempfile._name_sequence = before  # type: ignore[attr-defined]
+
+
+class _Names(tempfile._RandomNameSequence):  # type: ignore[name-defined,misc]
+    def __next__(self) -> str:
+        name: str = super().__next__()
+        there = sys._getframe(1).f_locals  # of `tempfile`'s own function, or of who takes a name for something else
+        before, behind = there.get("prefix", there.get("pre")), there.get("suffix", there.get("suf"))
+        known = isinstance(before, str) and isinstance(behind, str) and isinstance(there.get("dir"), str)
+        TEMPORARY.append(os.path.join(there["dir"], f"{before}{name}{behind}") if known else None)
+        return name
 
 
 def importing(frame: FrameType | None) -> str:

@@ -30,7 +30,8 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
             its own value of.
     """
     watching = warm_checks.watching_environment({*plan["own"], *plan["environment"]})
-    with warm_checks.watching_seeds(), watching as readers, without_templates(plan["modules"]):
+    unseen = warm_checks.watching_seeds(), warm_checks.watching_temporary()
+    with unseen[0], unseen[1], watching as readers, without_templates(plan["modules"]):
         for name in libraries(plan["modules"]):
             try:
                 importlib.import_module(name)
