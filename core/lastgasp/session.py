@@ -23,6 +23,7 @@ from lastgasp.gasp import imported, leaving
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
+from lastgasp.gasp.by_files import ControllerLost
 from lastgasp.gasp.hello import hello_of
 from lastgasp.gasp.leaving import FLUSH_LIMIT, Leaving, leave_now
 from lastgasp.gasp.link import Link
@@ -32,7 +33,7 @@ from lastgasp.gasp.processor import OnSwitch, Processor
 from lastgasp.gasp.rank_status import RankStatus, describe, exit_code, given_up, gone_on
 from lastgasp.gasp.secret import TOKEN, token_from_environment
 from lastgasp.gasp.signin import Entry, sign
-from lastgasp.gasp.uncoordinated import Known, recover_uncoordinated
+from lastgasp.gasp.uncoordinated import Known, called_by, recover_uncoordinated
 from lastgasp.jobs.registry import EmbeddedRegistry, WorkerRegistry, card_of_this_process
 from lastgasp.ports import RecoveryBackend, Repairs, StateSource
 from lastgasp.replicas import Digests, compared_if_possible, computed, needs_comparing
@@ -114,6 +115,7 @@ class Session:
         self._processor = Processor(self.status, source, link, self.save_alone, limits, self._schedule_leaving)
         self._sign()
         self.started_s = link.started_s if link is not None else None
+        self._processor.called = called_by(config.directory, place, source, self.started_s)
         self.backend = backend or choose_backend()
         self._registry, self._registered = self._open_registry(marking), False
         self._backend = self._open_gasp(contact)
@@ -296,7 +298,7 @@ class Session:
             return all_gather(tag, payload)
         whole = self._processor.gather(tag, payload, seconds + 30, seconds)
         if whole is None and not self._processor.led:
-            raise ControlError(f"the controller was lost while the ranks agreed on {tag!r}")
+            raise ControllerLost(f"the controller was lost while the ranks agreed on {tag!r}")
         if whole is None:
             raise DeadlineExceeded(f"all ranks to agree on {tag!r}", seconds, "Look at the slowest rank.")
         if whole.missing:

@@ -90,7 +90,7 @@ def check(case: LightningCase, folder: Path, reference: Reference) -> None:
     """One case: no step lost, bit-equal, everything verified."""
     fired = folder / "fired"
     with killed_together(fired, case.world if case.rank == "all" else 0):
-        done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
+        done = run_case(case, folder, case.environment(fired))
     assert len(read_log(fired)) >= case.fired, done.output[-4000:]
     assert done.returncode == 0, done.output[-6000:]
     if case.nobody_left:

@@ -21,6 +21,7 @@ NOTED = {
     "refreshes": ("saved", "rank 1 ended inside a step that the others completed"),
     "replaces": ("saved", "an optimizer (SGD) that is not in TorchState trains its model"),
     "spreads": ("gave_up", "optimizers hold on one rank what they do not hold on the others"),
+    "ignores": ("saved", "parameters that are not sharded (2.weight, 2.bias) differ between ranks"),
     "unfreezes": ("gave_up", "2 parameters are trained that were frozen when DDP was made"),
 }
 
@@ -35,6 +36,15 @@ def test_what_a_checkpoint_lacks_is_noted(what: str, tmp_path: Path) -> None:
     assert incident.ending == ending, incident
     assert [note for note in incident.notes if text in note], incident.notes
     assert text in done.output
+
+
+@pytest.mark.full
+def test_buffers_that_a_sharded_model_makes_are_noted_before_a_resume_refuses_them(tmp_path: Path) -> None:
+    done = finish(run(SCRIPT, "makes", tmp_path / "d"), tmp_path)
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
+    assert "2.calls is only in the checkpoint" in done.output
+    [note] = [note for note in incidents(tmp_path / "d")[0].notes if "forward makes buffers" in note]
+    assert "model.2.calls" in note and done.output.index(note) < done.output.index("is only in the checkpoint")
 
 
 @pytest.mark.full

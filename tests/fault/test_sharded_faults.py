@@ -21,8 +21,10 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import run_job
 from lastgasp.testing.weights import differences
 from support import lean
+from support.launchers import incidents, running
 from support.matrix import LIMIT, STEP, References, check_saved, first_incident, run_case, undisturbed
 from support.together import ShardedCase, killed_together, open_arenas
+from support.train_sharded import SHAPES
 from support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
@@ -41,10 +43,10 @@ class LoopCase(ShardedCase):
         Its live replica, where it has one, has completed the step.
         """
         if self.shape == "hybrid":
-            return super().exact_step
+            return None if self.moment == "arena_copy" or self.collective else super().exact_step
         if self.moment in ("update", "after_update", "arena_copy"):
             return STEP if self.kind == "sigkill" else None
-        return super().exact_step
+        return None if self.collective and self.kind != "sigkill" else super().exact_step
 
     def command(self, directory: Path, final: Path) -> list[str]:
         """The job's command line."""
@@ -56,18 +58,18 @@ COVERING = (
     LoopCase("sigkill", "arena_copy", "last", "run"),
     LoopCase("killed-together", "arena_copy", "all", "run"),
 )
+COLLECTIVES = ("all_gather-2", "all_gather-6", "reduce_scatter-1", "reduce_scatter-4")
+"""All-gathers of the forward and of the backward pass, the first and the last reduce-scatter."""
 MOMENTS = ("data", "forward", "backward", "update", "after_update", "arena_copy", "periodic_save", "gasp_save")
 REST = (
-    *(LoopCase("sigkill", moment, rank, "run") for moment, rank in itertools.product(MOMENTS, ("first", "last"))),
+    *(LoopCase("sigkill", moment, rank, "run", world, shape)
+      for shape, world, moment in itertools.product(SHAPES, (2, 4), MOMENTS + COLLECTIVES)
+      for rank in (("first", "last") if world == 2 else ("first", "1", "2", "last"))
+      if (shape, world) != ("hybrid", 2)),
     *(LoopCase("killed-together", "data", "all", "run", 4, shape) for shape in ("plain", "hybrid")),
     *(LoopCase(kind, moment, "last", "run") for kind, moment in itertools.product(
-        ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save"))
+        ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save", *COLLECTIVES[1::2]))
       if (kind, moment) != ("exception", "periodic_save")),  # the job trains on without that checkpoint
-    *(LoopCase("sigkill", moment, "last", "run", 4, shape)
-      for shape in ("hybrid", "accumulated", "half") for moment in ("backward", "update")),
-    *(LoopCase("sigkill", moment, "last", "run", 2, shape)
-      for shape in ("summed", "offload", "checkpointed") for moment in ("backward", "update")),
-    LoopCase("sigkill", "gasp_save", "last", "run", 4),  # of who saves the first one's shard, too
     LoopCase("sigkill", "data", "two", "run", 4),
 )  # fmt: skip
 
@@ -104,9 +106,8 @@ def test_ranks_and_launcher_are_killed_and_nothing_is_left(tmp_path: Path, refer
     folders = {"LASTGASP_RING_DIR": str(tmp_path / "ring"), "LASTGASP_RUNTIME_DIR": str(tmp_path / "run")}
     for folder in folders.values():
         Path(folder).mkdir(mode=0o700)
-    faulty = folders | {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)}
     with killed_together(fired, case.world, arenas):
-        first = run_case(case, tmp_path, faulty)
+        first = run_case(case, tmp_path, folders | case.environment(fired))
     assert first.returncode == -signal.SIGKILL, first.output[-4000:]
     assert len(arenas) == case.world
     until(lambda: not any(arenas & open_arenas(pid) for pid in processes()), "the memory of the arenas is free")
@@ -117,11 +118,31 @@ def test_ranks_and_launcher_are_killed_and_nothing_is_left(tmp_path: Path, refer
     assert [list(Path(folder).iterdir()) for folder in folders.values()] == [[], []]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["sigterm", "exception"])
+def test_without_a_launcher_all_ranks_save_what_they_hold(kind: str, tmp_path: Path, reference: Reference) -> None:
+    """The fault is one rank's, of which no controller tells the others; then the job is started again. Before it a
+    periodic checkpoint is due."""
+    case, directory, fired = LoopCase("none", "none", "all", "run"), tmp_path / "ckpts", tmp_path / "fired"
+    fault = f"kind=sleep:8,rank=0,step=5,phase=data;kind={kind},rank=1,step=9,phase=forward"
+    command = case.command(directory, tmp_path / "final.pt")
+    with running(tmp_path, command, LASTGASP_FAULT=fault, LASTGASP_FAULT_LOG=str(fired)) as [job]:
+        until(lambda: bool(read_log(fired)), "rank 0 pauses")
+        job.process.kill()
+        job.code()
+        until(lambda: len(incidents(directory)) == case.world, "both ranks have written their incidents")
+    assert {(one.ending, one.steps_lost) for one in incidents(directory)} == {("saved", 0)}, job.output[-6000:]
+    assert verify(directory / "step=00000008.dcp", LAYOUT).ok, job.output[-6000:]
+    again = run_case(case, tmp_path, {})
+    assert again.ok and "resumed from" in again.output and "gasp-step=" in again.output, again.output[-4000:]
+    assert differences(reference[case.world, case.shape], tmp_path / "final.pt") == [], again.output[-4000:]
+
+
 def check(case: LoopCase, folder: Path, reference: Reference) -> None:
     """One case: no step lost, bit-equal, everything verified."""
     fired = folder / "fired"
     with killed_together(fired, case.world if case.rank == "all" else 0):
-        done = run_case(case, folder, {"LASTGASP_FAULT": case.faults, "LASTGASP_FAULT_LOG": str(fired)})
+        done = run_case(case, folder, case.environment(fired))
     assert len(read_log(fired)) >= case.fired, done.output[-4000:]
     assert done.returncode == 0, done.output[-4000:]
     if case.nobody_left:

@@ -34,7 +34,7 @@ class Job:
         self.io = VerifiedCheckpointIO(original, config, writer, status, [folder])  # type: ignore[arg-type]
         run: Any = SimpleNamespace(
             trainer=SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: value)),
-            session=SimpleNamespace(gather=self._gather, status=status),
+            session=SimpleNamespace(status=status), life=SimpleNamespace(gather_saved=self._gather),
             place=PLACE, tuning=SimpleNamespace(active=False), config=config, writer=writer,
         )  # fmt: skip
         self._ours = ShardedCheckpoints(run, self.io)
@@ -63,7 +63,7 @@ def _write(checkpoint: dict[str, Any], path: Path, options: Any) -> None:
     (path / "__0_0.distcp").write_bytes(b"shard")
 
 
-def test_a_save_behind_the_controllers_death_costs_that_checkpoint(
+def test_a_save_on_which_ranks_cannot_agree_costs_that_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)

@@ -141,6 +141,7 @@ def test_what_cannot_be_described_any_more_costs_saves_and_not_the_training(as_r
     source: Any = object.__new__(ShardedSource)
     source.shards = sharded.Shards({"model": model}, {"optimizer": optimizer}, 0, 1)
     source.arena, source._kept, source._compared, source._cannot = None, {}, set(), ""
+    source._completed = False
     source._extra_states = ExtraStates({})
     source.life = SimpleNamespace(session=SimpleNamespace(note=notes.append, gather=lambda tag, own: [own]))
     first = next(iter(model.parameters()))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lastgasp import arena
 from lastgasp.testing.faults import read_log
+from support.in_collectives import VARIABLE
 from support.matrix import STEP, Case
 
 
@@ -26,12 +27,29 @@ class ShardedCase(Case):
         return f"{super().__str__()}-{self.shape}"
 
     @property
+    def victim(self) -> int:
+        """As of any case, or the rank of that number."""
+        return int(self.rank) if self.rank.isdigit() else super().victim
+
+    @property
     def faults(self) -> str:
         """As of any case; of two ranks; or all stop there, and are then killed together, so that nobody can save."""
         where = f"step={STEP},phase={self.moment}"
+        if self.collective:
+            return ""
         if self.rank == "two":
             return f"kind={self.kind},rank=1,{where};kind={self.kind},rank={self.world - 1},{where}"
         return f"kind=sigstop,rank=all,{where}" if self.rank == "all" else super().faults
+
+    @property
+    def collective(self) -> str:
+        """The value of IN_COLLECTIVE, for a moment such as all_gather-2: the second one of the step."""
+        name, _, number = self.moment.partition("-")
+        return f"{self.kind},{self.victim},{STEP},{name},{number}" if number else ""
+
+    def environment(self, log: Path) -> dict[str, str]:
+        """What brings the fault about; it is logged there."""
+        return {"LASTGASP_FAULT": self.faults, VARIABLE: self.collective, "LASTGASP_FAULT_LOG": str(log)}
 
     @property
     def fired(self) -> int:

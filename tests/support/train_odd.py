@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lastgasp.pytorch import Session, TorchState
 from support.waiting import until
 
+SHARDED = ("ignores", "makes")
 DIES = 5
 """Completed steps when rank 1 dies, in the body of the next one."""
 
@@ -35,6 +36,28 @@ class Spread(torch.optim.SGD):
             dist.broadcast(p.detach(), index % 2)
 
 
+class Makes(nn.Linear):
+    """Registers a buffer when it is first called."""
+
+    calls: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """As torch's."""
+        if not hasattr(self, "calls"):
+            self.register_buffer("calls", torch.zeros(()))
+        self.calls += 1
+        return super().forward(inputs)
+
+
+def sharded(net: nn.Sequential, what: str) -> Any:
+    """By FSDP2, a layer of which it leaves alone, or one of which makes a buffer."""
+    from torch.distributed.fsdp import fully_shard
+
+    if what == "makes":
+        net[2] = Makes(4, 1)
+    return fully_shard(net, ignored_params=set(net[2].parameters()) if what == "ignores" else None)
+
+
 def main() -> None:
     """Ten steps."""
     what, directory = sys.argv[1], Path(sys.argv[2])
@@ -44,8 +67,9 @@ def main() -> None:
     torch.set_num_threads(1)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     net[0].requires_grad_(what != "unfreezes")
-    model = DistributedDataParallel(net)
-    optimizer = (Spread if what == "spreads" else torch.optim.SGD)(net.parameters(), lr=0.1, momentum=0.9)
+    model: Any = sharded(net, what) if what in SHARDED else DistributedDataParallel(net)
+    made: Any = Spread if what == "spreads" else torch.optim.SGD
+    optimizer = made(net.parameters(), lr=0.1, momentum=0.0 if what in SHARDED else 0.9)
     data = torch.randn(10, 2, 4, generator=torch.Generator().manual_seed(rank))
     with Session.open(directory, state=TorchState(model, optimizer), every=4) as s:
         for batch in s.batches(data):

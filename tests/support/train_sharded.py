@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lastgasp.pytorch import Session, TorchState
 
 sys.path.append(str(Path(__file__).parents[1]))  # as a script of its own
-from support import card
+from support import card, in_collectives
 
 BATCHES = 5
 SHAPES = ("plain", "hybrid", "accumulated", "summed", "half", "offload", "checkpointed")
@@ -53,6 +53,7 @@ def main() -> None:
     losses: dict[str, Any] = {"count": 0}
     state = TorchState(model, optimizer, schedule, sampler=sampler, extra={"losses": losses})
     with Session.open(args.dir, state=state, every=args.every, max_steps=args.steps, arena=args.arena, keep=9) as s:
+        in_collectives.install(rank, lambda: s.step)
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
                 inputs, wanted = card.put(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lastgasp.gasp.arena_decision import decide_with_arenas
 from lastgasp.gasp.arenas_here import ArenasHere
 from lastgasp.gasp.decision import GiveUp, RankView, SavePlan
 
-SOURCE: Any = None
+SOURCE: Any = SimpleNamespace(rank=1)
 
 
 def filled(one: Arena, *steps: int) -> Arena:
@@ -26,9 +27,9 @@ def filled(one: Arena, *steps: int) -> Arena:
 
 def test_it_decides_with_what_it_finds_and_again_without_what_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", os.getpid)
-    monkeypatch.setattr(arenas_here, "arena_of", lambda source: object())
     own, copy, nobodys = filled(Arena(rank=1), 7, 8), filled(Arena(b"i" * 16, rank=0), 7, 8), filled(Arena(), 9)
-    here = ArenasHere.of_launcher(SOURCE)
+    monkeypatch.setattr(arenas_here, "arena_of", lambda source: own)
+    here = ArenasHere.look(SOURCE)
     held = here.held()
     assert held.steps == {1: (8, 7)} and held.buddies == {0: ("here", (8, 7))}
     views = (
@@ -49,9 +50,14 @@ def test_it_decides_with_what_it_finds_and_again_without_what_is_damaged(monkeyp
         one.close()
 
 
-def test_without_an_arena_or_a_launcher_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_there_is_its_own_and_without_an_arena_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas_here, "arena_of", lambda source: None)
-    assert ArenasHere.of_launcher(SOURCE).held().steps == {}
-    monkeypatch.setattr(arenas_here, "arena_of", lambda source: object())
+    assert ArenasHere.look(SOURCE).held().steps == {}
+    own = filled(Arena(rank=1), 7, 8)
+    monkeypatch.setattr(arenas_here, "arena_of", lambda source: own)
     monkeypatch.setattr(os, "getppid", lambda: 1 << 30)  # no such process
-    assert ArenasHere.of_launcher(SOURCE).held().steps == {}
+    here = ArenasHere.look(SOURCE)
+    assert here.held().steps == {1: (8, 7)}
+    [reference] = here.references((1,))
+    assert (reference.pid, reference.fd) == (os.getpid(), own.fd)
+    own.close()

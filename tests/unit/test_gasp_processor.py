@@ -505,6 +505,20 @@ def test_a_report_that_fails_to_go_out_begins_one_recovery(monkeypatch: pytest.M
     assert rank.uncoordinated == [FAULT]
 
 
+def test_without_a_controller_a_rank_hears_that_others_wait_for_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lastgasp.gasp.processor.LISTEN", 0.01)
+    waiting = threading.Event()
+    with connected() as rank:
+        rank.processor.called = waiting.is_set
+        rank.controller.hang_up()
+        until(lambda: not rank.processor.led)
+        assert rank.uncoordinated == []
+        waiting.set()
+        until(lambda: rank.status.outcome is not None)
+    [fault] = rank.uncoordinated
+    assert (fault.kind, "waits for this one's part" in fault.cause) == ("peer", True)
+
+
 def test_a_controller_lost_in_the_middle_of_a_recovery() -> None:
     with connected() as rank:
         rank.controller.say(PREPARE)

@@ -152,7 +152,7 @@ def test_under_join_nothing_of_parts_is_saved_and_nobody_is_waited_for(
     run.state = state_of(True, sharded=True)
     vars(loop).update(
         _run=run, shards=SimpleNamespace(look=lambda: True), life=SimpleNamespace(session=engine), arena=arena,
-        _kept={}, _cannot="", _extra_states=SimpleNamespace(step_over=lambda step: {}),
+        _kept={}, _cannot="", _completed=False, _extra_states=SimpleNamespace(step_over=lambda step: {}),
         _filling=Filling(arena, "auto", engine.gather, engine.note, 0),  # type: ignore[arg-type]
     )  # fmt: skip
     for step in range(1, WARM_UP + MEASURED + 2):

@@ -121,7 +121,7 @@ def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
     parts.looks -= 2 * described_here
     vars(loop).update(
         shards=parts, life=SimpleNamespace(session=session), arena=None, _kept={}, _cannot="", _compared=set(),
-        _counters={}, _extra_states=SimpleNamespace(step_over=lambda step: {}), rank=0, _filling=None,
+        _completed=True, _counters={}, _extra_states=SimpleNamespace(step_over=lambda step: {}), rank=0, _filling=None,
         _run=SimpleNamespace(
             engine=engine, config=SimpleNamespace(directory="ckpts", save_timeout=1.0, sha256=False), step=2,
             state=SimpleNamespace(
@@ -145,7 +145,7 @@ def test_a_step_that_a_fault_has_cut_short_is_not_compared_with_the_others() -> 
     loop, run = object.__new__(ShardedLoop), object.__new__(Run)
     vars(loop).update(
         shards=SimpleNamespace(look=lambda: next(looks)), life=None, arena=None, _kept={}, _cannot="",
-        _extra_states=SimpleNamespace(step_over=lambda step: {}), _run=run,
+        _completed=False, _extra_states=SimpleNamespace(step_over=lambda step: {}), _run=run,
     )  # fmt: skip
     state: Any = SimpleNamespace(models={}, optimizers={})
     run.shards, run.state = loop, state

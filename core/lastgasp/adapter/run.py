@@ -18,6 +18,8 @@ from lastgasp.deferred_source import DeferredSource
 from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of, is_success, may_pass
 from lastgasp.gasp.again import LED, Again
+from lastgasp.gasp.attempt import GATHER_TIMEOUT
+from lastgasp.gasp.by_files import gather_saved
 from lastgasp.gasp.messages import Release, encodable
 from lastgasp.gasp.rank_status import Released
 from lastgasp.launch import framework_verdict
@@ -158,6 +160,10 @@ class AdapterRun:
         return self.session.place
 
     # -- start ------------------------------------------------------------------------------------
+
+    def gather_saved(self, tag: str, payload: bytes, seconds: float = GATHER_TIMEOUT) -> list[bytes]:
+        """As `Session.gather`, for what a periodic checkpoint needs: that goes on once the controller is gone."""
+        return gather_saved(self.session, tag, payload, seconds)
 
     def joins_again(self, place: Place) -> None:
         """As `Session.joins_again`."""

@@ -1,4 +1,4 @@
-"""The arenas that a rank finds at its launcher by itself, once the controller is gone with its host."""
+"""The arenas that a rank finds by itself once the controller is gone: its own, and those at its host's launcher."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ class ArenasHere:
     """How it is opened, its steps, and whether it is a copy."""
 
     @classmethod
-    def of_launcher(cls, source: StateSource) -> ArenasHere:
-        """What there is; nothing where this rank has no arena, or its parent is no launcher with any (any more)."""
-        found, launcher = cls(), os.getppid()
-        if arena_of(source) is None:
+    def look(cls, source: StateSource) -> ArenasHere:
+        """What there is; nothing where this rank has no arena, its own where its launcher is gone."""
+        found, launcher, own = cls(), os.getppid(), arena_of(source)
+        if own is None:
             return found
+        if steps := arena.steps(own.fd, own.identity):
+            mine = m.ArenaRef(rank=source.rank, pid=os.getpid(), fd=own.fd, identity=own.identity)
+            found._found[source.rank] = mine, steps, False
         try:
             for name in os.listdir(f"/proc/{launcher}/fd"):
-                found._look(launcher, int(name))
+                found._open(launcher, int(name))
         except OSError as error:
             log.debug("the launcher's arenas cannot be seen: %s", error)
         return found
 
-    def _look(self, launcher: int, number: int) -> None:
+    def _open(self, launcher: int, number: int) -> None:
         path = f"/proc/{launcher}/fd/{number}"
         try:
             if arena.NAME not in os.readlink(path):

@@ -1,13 +1,15 @@
-"""Survivors of several hosts agree without a controller, by small files in the checkpoint directory that they share.
+"""Survivors agree without a controller, by small files in the checkpoint directory that they share.
 
-Where the first host of three or more is lost, no other host holds all shards: each has those of its own ranks and the
-copies of one other host's. So each rank writes down what its host holds. The first that finds a step of which every
+Where each rank holds a part of its own, none can save alone: the launcher was killed and its ranks train on, or the
+first host of three or more is lost, and each of the others has the parts of its own ranks and the copies of one other
+host's. So each rank writes down what it and its host hold. The first that finds a step of which every
 shard is held writes the plan, which only one can; the ranks that it names save, and the first of these publishes. Every
 wait has a deadline; whoever falls over one gives up, as without this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -20,7 +22,7 @@ import msgspec
 import xxhash
 
 from lastgasp import _clock
-from lastgasp._fs import DISK, make_directory, read_bounded, write_all, write_atomically
+from lastgasp._fs import DISK, STALE_AFTER_S, make_directory, read_bounded, write_all, write_atomically
 from lastgasp.errors import DeadlineExceeded, NotSaveable
 from lastgasp.topology import Place, ReplicaGroups
 
@@ -32,10 +34,13 @@ log = logging.getLogger("lastgasp")
 MEET = 90.0
 """Seconds to hear of the others. A kernel takes 13 s to find that a host is lost, and a rank that waits for that host
 in a collective gives it as long again."""
+HERE = 20.0
+"""The same where no host has copies of another one's shards, so that only those that live hold anything."""
 SETTLED = 1.0
 """Seconds without another rank after which the plan is made; ranks of one host come within milliseconds."""
 LOOK = 0.02
 """Seconds between two looks at the files."""
+_BEGIN = ".survivors-"
 _PLAN, _PUBLISHED = "plan", "published"
 _LONGEST = 64 << 20
 _File = TypeVar("_File")
@@ -128,7 +133,7 @@ class Meeting:
 
     def __init__(self, directory: Path, place: Place, since_s: int) -> None:
         self._place = place
-        name = f"{_prefix(place.job)}{since_s}-{place.attempt}.{place.incarnation}"
+        name = f"{prefix_of(place.job)}{since_s}-{place.attempt}.{place.incarnation}"
         self._folder = directory / name
 
     def join(self, seat: Seat) -> None:
@@ -159,13 +164,27 @@ class Meeting:
             whole = len(seats) == world
             if isinstance(decision, SavePlan) and (whole or now - changed >= SETTLED):
                 return self._claim(decision)
-            if whole or now - begun >= seconds:
+            if whole:
                 return decision
+            if now - begun >= seconds:
+                return self._leave() or decision
             if now - looked >= SETTLED:
                 looked = now
                 look_elsewhere()
             threading.Event().wait(LOOK)
             now = _clock.monotonic()
+
+    def called(self) -> bool:
+        """Whether a rank has come. Never raises; may wait for the disk."""
+        try:
+            return any(name.startswith("rank-") for name in os.listdir(self._folder))
+        except OSError:
+            return False
+
+    def _leave(self) -> SavePlan | None:
+        """No plan counts on this rank from now on; returns one that has done so already."""
+        (self._folder / f"rank-{self._place.rank}").unlink(missing_ok=True)
+        return self._get(_PLAN, SavePlan)
 
     def wrote(self, written: Written) -> None:
         """This rank has done its part of the plan, or could not."""
@@ -234,10 +253,14 @@ class Meeting:
 
 
 def remove_meetings(directory: Path, job: str) -> None:
-    """Remove what earlier recoveries of this job have left. Never raises."""
-    for folder in directory.glob(f"{_prefix(job)}*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove what earlier recoveries of this job have left, and what is a day old of any. Never raises."""
+    for folder in directory.glob(f"{_BEGIN}*"):
+        with contextlib.suppress(OSError):
+            old = _clock.wall_ns() / 1e9 - folder.stat().st_mtime > STALE_AFTER_S
+            if old or folder.name.startswith(prefix_of(job)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prefix(job: str) -> str:
-    return f".survivors-{xxhash.xxh3_64_hexdigest(job.encode())}-"
+def prefix_of(job: str) -> str:
+    """Begins the names of the folders in which ranks of that job meet."""
+    return f"{_BEGIN}{xxhash.xxh3_64_hexdigest(job.encode())}-"

@@ -40,6 +40,8 @@ FAREWELL = 5.0
 """Seconds for the controller to confirm a Goodbye; until then the end of this process would be a fault."""
 RECOVER = 0.05
 """Seconds that the thread pauses after an exception in a callee."""
+LISTEN = 1.0
+"""Seconds between two looks for other ranks that wait for this one, once the controller is gone."""
 
 Uncoordinated = Callable[[Fault], m.Release]
 """Carries out the recovery without a controller, in a separate thread."""
@@ -62,6 +64,8 @@ class Processor:
 
     Attributes:
         on_switch: carries out a switch of the marks; None initially, and where nothing is marked.
+        called: whether other ranks wait for this one's part of the state, of whose fault no controller tells any more;
+            it may wait for a disk. None where no rank needs another one to save.
         led_elsewhere: called with each fault seen by this thread (SIGTERM) where another backend leads the
             recoveries; must not wait.
     """
@@ -80,7 +84,7 @@ class Processor:
         self._after_release = after_release
         self.term = TermSignal()
         self._poke_r, self._poke_w = socket.socketpair()
-        self._closed = False
+        self._closed, self._ended = False, threading.Event()
         self._reported: Fault | None = None
         self._answer_by = math.inf
         self._uncoordinated_begun = threading.Lock()
@@ -89,6 +93,7 @@ class Processor:
         self._mail = Mailbox()
         self._next_beat = 0.0
         self.on_switch: OnSwitch | None = None
+        self.called: Callable[[], bool] | None = None
         self.led_elsewhere: Callable[[Fault], None] | None = None
         self._left = False
         self._guard = Guard(log)
@@ -204,6 +209,7 @@ class Processor:
         if goodbye:
             self.goodbye()
         self._closed = True
+        self._ended.set()
         self._poke_w.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -354,8 +360,8 @@ class Processor:
             return
         log.warning(
             "rank %d lost the controller (%s): training continues; after a fault this rank saves by the same rule, "
-            "on its own; a hung peer is no longer noticed, and most periodic checkpoints do not count any more. To "
-            "have both again, stop the job (SIGTERM saves the step) and start it again",
+            "on its own or with those that hold what it lacks; a hung peer is no longer noticed. To have that again, "
+            "stop the job (SIGTERM saves the step) and start it again",
             self._source.rank,
             why,
         )
@@ -365,6 +371,18 @@ class Processor:
             self._enter_by = _clock.monotonic() + self._finish
         if self._reported is not None or self._status.held:
             self._begin_uncoordinated(self._reported or self._fault_here("lost", f"the controller: {why}"))
+        elif self.called is not None:
+            self._spawn("listen", self._listen)
+
+    def _listen(self) -> None:
+        """Without a controller: until this rank ends, or others wait for it."""
+        while self.called is not None and not self._ended.wait(LISTEN):
+            if self._left or self._status.outcome is not None:
+                return
+            if self.called():
+                cause = "another rank has failed, and waits for this one's part of the state"
+                self._begin_uncoordinated(self._fault_here("peer", cause))
+                return
 
     def _stranded(self, now: float) -> str:
         """Why the training thread would wait in vain for what was lost together with the controller; empty if not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from lastgasp import _clock
 from lastgasp.arena import BUDDY_SLOTS
 from lastgasp.errors import Moved, NotSaveable
 from lastgasp.events import Fault, Incident
-from lastgasp.ports import CarriesValues, Contributor, SaveResult, StateSource, own_source
+from lastgasp.ports import CarriesValues, Contributor, SaveResult, ShardSource, StateSource, own_source
 from lastgasp.topology import Place, host_identity
 
 from . import messages as m
@@ -21,7 +21,7 @@ from .arena_files import BadArena, arena_of, save
 from .arenas_here import ArenasHere
 from .attempt import new_incident, notes_of
 from .decision import Decision, GiveUp, NothingToSave, RankView, SavePlan
-from .meeting import MEET, Meeting, Published, Seat, Written, or_lost, unknown
+from .meeting import HERE, MEET, Meeting, Published, Seat, Written, or_lost, unknown
 from .rank_status import RankStatus
 from .records import write_incident
 from .settled import SavedElsewhere
@@ -109,10 +109,10 @@ def _decide_and_save(
     status: RankStatus, source: StateSource, place: Place, finish: float, case: _Case, last: bool = False
 ) -> m.Release:
     """Raises Moved, but not the `last` time."""
-    here, own = ArenasHere.of_launcher(source), _own_view(status, place, finish)
+    here, own = ArenasHere.look(source), _own_view(status, place, finish)
     decision = _decide(status, place, own, here.held())
     case.incident.phases.agreed = _clock.wall_ns()
-    if not isinstance(decision, SavePlan) and case.meeting is not None and _goes_to_partners(source):
+    if not isinstance(decision, SavePlan) and case.meeting is not None and _needs_others(source):
         return _save_together(status, own, source, case, here)
     while True:
         try:
@@ -236,7 +236,20 @@ def values_of(source: StateSource, step: int) -> bytes | None:
         return b""
 
 
-# -- together with the survivors of other hosts ---------------------------------------------------
+# -- together with other survivors ----------------------------------------------------------------
+
+
+def called_by(directory: Path, place: Place, source: StateSource, since_s: int | None) -> Callable[[], bool] | None:
+    """What says whether others wait for this rank once the controller is gone; None where none will."""
+    if since_s is None or place.world_size == 1:
+        return None
+    meeting = Meeting(directory, place, since_s)
+    return lambda: _needs_others(source) and meeting.called()
+
+
+def _needs_others(source: StateSource) -> bool:
+    """Other ranks may hold parts that this one lacks."""
+    return isinstance(own_source(source), ShardSource)
 
 
 def _goes_to_partners(source: StateSource) -> bool:
@@ -248,7 +261,7 @@ def _goes_to_partners(source: StateSource) -> bool:
 def _save_together(
     status: RankStatus, own: RankView, source: StateSource, case: _Case, here: ArenasHere
 ) -> m.Release:
-    """This host's shards are not all: agree with the others on what all of them hold, and save a part of that."""
+    """Other ranks hold what is missing here: agree with them on what all of them hold, and save a part of that."""
     incident, meeting = case.incident, case.meeting
     assert meeting is not None
     seat = Seat(
@@ -267,7 +280,8 @@ def _save_together(
 
     try:
         meeting.join(seat)
-        decision = meeting.agree(min(MEET, case.hello.save_timeout / 2), look_elsewhere)
+        seconds = MEET if _goes_to_partners(source) else HERE + case.hello.finish_timeout
+        decision = meeting.agree(min(seconds, case.hello.save_timeout / 2), look_elsewhere)
         incident.phases.agreed = _clock.wall_ns()
         if not isinstance(decision, SavePlan):
             return _carry_out(decision, source, case, True, here)
@@ -329,7 +343,7 @@ def _written(plan: SavePlan, meeting: Meeting, source: StateSource, case: _Case)
         order = m.Save(
             recovery=0, plan=0, step=plan.step, aux={source.rank: own} if own else {},
             reason=f"rank {case.fault.rank}: {case.fault.cause}", own=-1 in mine, common=plan.common,
-            arenas=ArenasHere.of_launcher(source).references(mine),
+            arenas=ArenasHere.look(source).references(mine),
         )  # fmt: skip
         result = save(source, order)
     except BaseException as error:

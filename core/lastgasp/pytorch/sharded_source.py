@@ -105,7 +105,7 @@ class ShardedSource(ShardedSaves):
         """
         self.shards, self._extra_states = shards, ExtraStates(shards.extra_modules)
         plain = self.life.session.gather("sharded/plain", shards.plain_digest())
-        if len(set(plain)) > 1:
+        if len(set(plain)) > 1 and self.durable is None:  # else they had differed before, and each goes on with its own
             raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
                               "Initialise them with the same seed, or shard them with fully_shard.")  # fmt: skip
         self._compare_states("loaded")
@@ -129,6 +129,23 @@ class ShardedSource(ShardedSaves):
             self.life.session.note(f"optimizers hold {', '.join(differing[:4])} as plain tensors or numbers that "
                                    "differ between ranks, and a checkpoint has those of one rank: what resumes from it "
                                    "is not bit-equal. Keep them as DTensors, like the parameters")  # fmt: skip
+
+    def _compare_whole(self, step: int) -> None:
+        """Say so where the first update has made parameters differ that are not sharded. All ranks call it together."""
+        own, names = self.shards.trained_whole()
+        if not names:
+            return
+        try:
+            found = self.life.session.gather(f"sharded/whole/{step}", own)
+        except LastgaspError as error:  # a rank has just died, mostly
+            log.debug("the ranks could not compare their parameters that are not sharded: %s", error)
+            return
+        if len(set(found)) > 1:
+            some = ", ".join(names[:4])
+            self.life.session.note(f"parameters that are not sharded ({some}) differ between ranks once they are "
+                                   "trained, as nobody averages their gradients, and a checkpoint has those "
+                                   "of one rank: what resumes from it is not bit-equal. Leave them out of "
+                                   "ignored_params, or average their gradients")  # fmt: skip
 
     def take_over(
         self, why_not: Callable[[Payload], str], take: Callable[[Taken, Payload], SmallState], *, newer: bool = False
@@ -195,7 +212,7 @@ class ShardedSource(ShardedSaves):
         Args:
             compare: with what the other ranks hold, where all of them have completed the step.
         """
-        before, changed = self._cannot, False
+        before, changed, first = self._cannot, False, not self._completed
         try:
             changed, self._cannot = self.look(), ""
         except ValueError as error:
@@ -205,6 +222,8 @@ class ShardedSource(ShardedSaves):
             self.life.session.note(self._cannot)
         if changed and compare:
             self._compare_states(str(small.step))
+        if first and compare and not self._cannot:
+            self._compare_whole(small.step)
         held = steps(self.arena.fd, self.arena.identity) if self.arena is not None else ()
         for step in self._kept.keys() - {small.step - 1, *held}:
             del self._kept[step]

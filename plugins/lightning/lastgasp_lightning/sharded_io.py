@@ -85,7 +85,7 @@ class ShardedCheckpoints:
 
     def _commit(self, temp: Path, target: Path, record: dict[str, Any] | None, step: int) -> bool:
         """Each rank reads the file that it has written; rank 0 puts all in place. Returns whether it did."""
-        gather, tag = self._run.session.gather, f"lightning/save/{next(self._numbers)}"
+        gather, tag = self._run.life.gather_saved, f"lightning/save/{next(self._numbers)}"
         parts = [_PARTS.decode(part) for part in gather(tag, msgspec.msgpack.encode(self._read(temp, target, record)))]
         problem = "; ".join(part.problem for part in parts if part.problem)
         if self._run.place.rank == 0 and not problem:

@@ -86,7 +86,7 @@ class Run:
         )
         self.selector.note = self.session.note
         writer = writer_of(place, self._number, sha256=self._options.gasp.sha256)
-        self.saver = Saver(args, Manifests(writer, self.session.gather, self.session.status))
+        self.saver = Saver(args, Manifests(writer, self.life.gather_saved, self.session.status))
         self.life.on_close(self.saver.close)
 
     def _joined(self, framework: Framework) -> AdapterRun:

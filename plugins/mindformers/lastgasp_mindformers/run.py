@@ -104,7 +104,7 @@ class Run:
         self.selector = MindFormersSelector(options, place, self.session.gather, self.session.note)
         self.manifests = Manifests(
             ManifestWriter(FORMAT, place, sha256=options.gasp.sha256),
-            self.session.gather,
+            self.life.gather_saved,
             self.session.status,
             aux=self.life.source.capture,
             finished=lambda: begun.finished(options.gasp.directory),

@@ -24,10 +24,10 @@ class OwnSaves(adapter.NativeManifests):
     """
 
     def __init__(
-        self, writer: adapter.ManifestWriter, session: adapter.Session,
+        self, writer: adapter.ManifestWriter, run: adapter.AdapterRun,
         record: Callable[[Path, Mapping[int, bytes]], Record],
     ) -> None:  # fmt: skip
-        super().__init__(writer, session.gather, session.status)
+        super().__init__(writer, run.gather_saved, run.session.status)
         self._record = record
 
     def begin(self, path: Path) -> None:

@@ -170,7 +170,7 @@ class Run:
             recorder=training.recorder, writer=writer, config=core.config, alike=lambda: core.alike,
         )  # fmt: skip
         source.present, source.carried = self._present, self._values.written
-        self._saves = OwnSaves(writer, session, training.record_beside)
+        self._saves = OwnSaves(writer, core, training.record_beside)
         self.marks = marks = shared.LoopMarks(training.state, session, training.step + 1, lambda: None)
         core.on_close(marks.close)
         self._data.fetching, self._data.fetched = self._fetching, marks.fetched

@@ -70,6 +70,10 @@ class EngineParts:
         """Nothing is saved once for all ranks besides rank 0's own files."""
         return b""
 
+    def trained_whole(self) -> tuple[bytes, list[str]]:
+        """The same."""
+        return b"", []
+
     def states_of_one(self) -> dict[str, bytes]:
         """Each rank writes all of its own."""
         return {}

@@ -35,7 +35,7 @@ class NotSaved:
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), state.containers, sharded=state.sharded)
         self._gradients = LeftGradients(modules, state.optimizers.values()) if state.engine is None else None
         self._loaders: list[object] = []
-        self._made = None if state.sharded else MadeBuffers(state.container)
+        self._made = MadeBuffers(state.container) if state.engine is None else None
         self._note = note
         self._state = state
         self._hooks = note_on_hooks(map(ddp_of, state.models.values()))

@@ -13,6 +13,7 @@ from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded, LastgaspError
 from lastgasp.gasp.attempt import GATHER_TIMEOUT
+from lastgasp.gasp.by_files import gather_saved
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.parts import under_join
@@ -20,7 +21,6 @@ from lastgasp.session import Session as Engine
 from lastgasp.testing import faults
 
 log = logging.getLogger("lastgasp")
-
 
 JOINED = 30.0
 """Seconds to wait for the others under torch's `Join`, where a rank that has no data left makes no more steps."""
@@ -34,7 +34,7 @@ def together(
     One that is much slower than the others (it evaluates, or its disk is slow) costs a checkpoint, not the job.
     """
     try:
-        return engine.gather(tag, own, patience or max(GATHER_TIMEOUT, config.save_timeout))
+        return gather_saved(engine, tag, own, patience or max(GATHER_TIMEOUT, config.save_timeout))
     except (ControlError, DeadlineExceeded) as error:
         log.error("no checkpoint of this step (%s): training continues; older ones remain", error)
         return None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch.sharded import values
 from lastgasp.pytorch.sharded.names import (
+    MODEL,
     OPTIMIZER,
     ExtraState,
     Leaf,
@@ -138,6 +139,9 @@ class Shards:
         )  # fmt: skip
         self._table = self.found.table.encode()
         self._nested = any(len(leaf.path) > self._depth(leaf) for leaf in (*self.found.tensors, *self.found.others))
+        modules = list(self.root.modules())
+        self._held = [held for one in modules for held in (one._modules, one._parameters, one._buffers)]
+        self._buffers = [one._buffers for one in modules if one._buffers]
         self._counted = self._count()
         self._bind(self._locals())
 
@@ -146,8 +150,8 @@ class Shards:
         return 2 if leaf.path[0] == "model" else 4 + (not self.single_optimizer)
 
     def _count(self) -> list[int]:
-        """Changes when an optimizer gets state, or a parameter group."""
-        found = []
+        """Changes when a module gets something, or an optimizer gets state or a parameter group."""
+        found = [sum(map(len, self._held)), sum(value is not None for held in self._buffers for value in held.values())]
         for one in self.optimizers.values():
             state = inside(one).state
             found += [len(state), sum(len(held) for held in state.values() if isinstance(held, Mapping))]
@@ -226,6 +230,13 @@ class Shards:
     def plain_digest(self) -> bytes:
         """Digest of the parameters that all ranks should hold alike, because one writes them."""
         return digest(self._content("model", plain=True))
+
+    def trained_whole(self) -> tuple[bytes, list[str]]:
+        """Digest of the trained ones among them, and their names."""
+        pairs = zip(self.found.table.entries, self.found.tensors, strict=True)
+        whole = [leaf for entry, leaf in pairs if entry.path[0] == MODEL and entry.plain and not entry.buffer]
+        found = [leaf for leaf in whole if leaf.value.requires_grad]
+        return digest(leaf.value for leaf in found), [str(leaf.path[-1]) for leaf in found]
 
     def states_of_one(self) -> dict[str, bytes]:
         """Digests of what optimizers hold besides parts, of which one rank writes its own, by its keys."""
