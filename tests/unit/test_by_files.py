@@ -49,7 +49,7 @@ def test_each_gets_what_all_have_also_for_the_same_again_and_little_is_left(tmp_
         wanted = [b"%d" % (begin + number) for number in range(WORLD)]
         assert gathered(those, "loop/save/4", begin) == [wanted] * WORLD
     [folder] = tmp_path.iterdir()
-    assert len(list(folder.iterdir())) == WORLD, "those of the last one"
+    assert len(list(folder.iterdir())) == WORLD + 1, "those of the last one"
     remove_meetings(tmp_path, "another job")
     assert list(tmp_path.iterdir()) == [folder]
     os.utime(folder, (1, 1))

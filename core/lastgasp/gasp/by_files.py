@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 import xxhash
 
 from lastgasp import _clock
@@ -21,6 +22,8 @@ from lastgasp.topology import Place
 from .attempt import GATHER_TIMEOUT
 from .meeting import LOOK, prefix_of
 
+LONGEST_PAUSE = 0.5
+"""Seconds between two looks at a file that does not come."""
 _LONGEST = 1 << 30
 
 
@@ -30,6 +33,8 @@ class ControllerLost(ControlError):
 
 class ByFiles:
     """An all-gather among the ranks of one attempt, which all call with the same tags.
+
+    The first rank puts the parts together: where each read those of all, a thousand ranks would open a million files.
 
     Args:
         directory: that all ranks see; place: who this rank is.
@@ -55,18 +60,29 @@ class ByFiles:
         begin = xxhash.xxh3_64_hexdigest(f"{self._times[tag]} {tag}".encode())
         self._times[tag] += 1
         paths = [self._folder / f"{begin}-{rank}" for rank in range(self._place.world_size)]
-        make_directory(self._folder)
-        write_atomically(paths[self._place.rank], own)
+        whole, mine = self._folder / f"{begin}-all", paths[self._place.rank]
         deadline = _clock.monotonic() + seconds
-        while not all(path.exists() for path in paths):
-            if _clock.monotonic() > deadline:
-                raise DeadlineExceeded(f"all ranks to agree on {tag!r}", seconds, "Look at the slowest rank.")
-            threading.Event().wait(LOOK)
-        found = [read_bounded(path, _LONGEST) for path in paths]
+        make_directory(self._folder)
+        write_atomically(mine, own)
+        if self._place.rank == 0:
+            parts = [_content(path, tag, deadline, seconds) for path in paths]
+            write_atomically(whole, msgspec.msgpack.encode(parts))
+        found = msgspec.msgpack.decode(_content(whole, tag, deadline, seconds), type=list[bytes])
         for path in self._last:  # whoever has come here has read that
             path.unlink(missing_ok=True)
-        self._last = [paths[self._place.rank]]
+        self._last = [mine, whole] if self._place.rank == 0 else [mine]
         return found
+
+
+def _content(path: Path, tag: str, deadline: float, seconds: float) -> bytes:
+    """Of a file, once it is there."""
+    pause = LOOK
+    while not path.exists():
+        if _clock.monotonic() > deadline:
+            raise DeadlineExceeded(f"all ranks to agree on {tag!r}", seconds, "Look at the slowest rank.")
+        threading.Event().wait(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)  # there may be thousands that look
+    return read_bounded(path, _LONGEST)
 
 
 _by_files: WeakKeyDictionary[Any, ByFiles] = WeakKeyDictionary()
