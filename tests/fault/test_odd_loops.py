@@ -38,13 +38,21 @@ def test_what_a_checkpoint_lacks_is_noted(what: str, tmp_path: Path) -> None:
     assert text in done.output
 
 
+REFUSED = {
+    "makes": ("forward makes buffers, or changes their shape: model.2.calls", "2.calls is only in the checkpoint"),
+    "adds": ("parameters were added to an optimizer in the middle", "add_param_group must be called before"),
+}
+"""What is noted as soon as it happens, and what a resume is refused with."""
+
+
 @pytest.mark.full
-def test_buffers_that_a_sharded_model_makes_are_noted_before_a_resume_refuses_them(tmp_path: Path) -> None:
-    done = finish(run(SCRIPT, "makes", tmp_path / "d"), tmp_path)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_resume_will_refuse_is_noted_before(what: str, tmp_path: Path) -> None:
+    done = finish(run(SCRIPT, what, tmp_path / "d"), tmp_path)
     assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
-    assert "2.calls is only in the checkpoint" in done.output
-    [note] = [note for note in incidents(tmp_path / "d")[0].notes if "forward makes buffers" in note]
-    assert "model.2.calls" in note and done.output.index(note) < done.output.index("is only in the checkpoint")
+    text, refusal = REFUSED[what]
+    [note] = [note for note in incidents(tmp_path / "d")[0].notes if note.startswith(text)]
+    assert done.output.index(note) < done.output.index(refusal)
 
 
 @pytest.mark.full

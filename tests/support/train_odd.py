@@ -69,12 +69,15 @@ def main() -> None:
     net[0].requires_grad_(what != "unfreezes")
     model: Any = sharded(net, what) if what in SHARDED else DistributedDataParallel(net)
     made: Any = Spread if what == "spreads" else torch.optim.SGD
-    optimizer = made(net.parameters(), lr=0.1, momentum=0.0 if what in SHARDED else 0.9)
+    trained = (net[1:] if what == "adds" else net).parameters()
+    optimizer = made(trained, lr=0.1, momentum=0.0 if what in SHARDED else 0.9)
     data = torch.randn(10, 2, 4, generator=torch.Generator().manual_seed(rank))
     with Session.open(directory, state=TorchState(model, optimizer), every=4) as s:
         for batch in s.batches(data):
             if what == "unfreezes" and s.step == 2:
                 net[0].requires_grad_(True)
+            if what == "adds" and s.step == 2:
+                optimizer.add_param_group({"params": list(net[0].parameters())})
             if what == "replaces" and s.step == 2:
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
             if rank == 0:

@@ -234,6 +234,19 @@ def test_buffers_that_forward_makes_are_named_before_a_resume_refuses_them(which
     assert kept.notes() == told
 
 
+def test_parameters_that_an_optimizer_gets_later_are_named_once_before_a_resume_refuses_them() -> None:
+    net, told = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), list[str]()
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    kept = NotSaved(TorchState(net, optimizer), None, told.append)
+    kept.step_over()
+    assert (told, kept.notes()) == ([], [])
+    optimizer.add_param_group({"params": list(net[1].parameters())})
+    for _ in range(2):
+        kept.step_over()
+    assert [note.startswith("parameters were added to an optimizer in the middle") for note in told] == [True]
+    assert kept.notes() == told
+
+
 def test_data_that_are_told_where_they_are_are_not() -> None:
     told, endless = Told(), Endless()
     unsaved = UnsavedData()

@@ -7,7 +7,7 @@ from typing import Any
 
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
-from lastgasp.pytorch.loop.unlike import MadeBuffers
+from lastgasp.pytorch.loop.unlike import AddedGroups, MadeBuffers
 from lastgasp.pytorch.unsaved import LeftGradients, Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
 
 UNEVEN = (
@@ -36,6 +36,7 @@ class NotSaved:
         self._gradients = LeftGradients(modules, state.optimizers.values()) if state.engine is None else None
         self._loaders: list[object] = []
         self._made = MadeBuffers(state.container) if state.engine is None else None
+        self._added = AddedGroups(state.optimizers.values() if state.engine is None else ())
         self._note = note
         self._state = state
         self._hooks = note_on_hooks(map(ddp_of, state.models.values()))
@@ -49,6 +50,8 @@ class NotSaved:
         """A step is complete; behind the first one data are as training begins with them."""
         if self._gradients is not None:
             self._gradients.step_over()
+        if self._note is not None and (added := self._added.new()):
+            self._note(added)
         if self._data.new:
             self._data.look_at(self._loaders)
             self._loaders.clear()
@@ -60,5 +63,6 @@ class NotSaved:
         uneven = UNEVEN if under_join(self._state) else ""
         made = "" if self._made is None else self._made.note()
         left = "" if self._gradients is None else self._gradients.note()
-        found = self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven, made, left
+        found = [self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven, made, left]
+        found.append(self._added.note())
         return [note for note in found if note]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,6 +69,36 @@ class MadeBuffers:
             "and refuses each checkpoint. Register them in __init__ with their final shape; for what grows there is "
             "get_extra_state"
         ) if made else ""  # fmt: skip
+
+
+class AddedGroups:
+    """Parameters that come into optimizers while they train: a new process has fewer, and refuses the checkpoint.
+
+    Args:
+        optimizers: as they are before they train.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self._optimizers = list(optimizers)
+        self._before = self._sizes()
+        self._told = False
+
+    def _sizes(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in one.param_groups] for one in self._optimizers]
+
+    def new(self) -> str:
+        """The note, where it was not told yet. At the end of a step."""
+        found = "" if self._told else self.note()
+        self._told = self._told or bool(found)
+        return found
+
+    def note(self) -> str:
+        """What to note; empty where there are none. Any thread may ask."""
+        return (
+            "parameters were added to an optimizer in the middle (add_param_group). A new process has not done so when "
+            "it resumes, and refuses each checkpoint. Give all of them from the start, those that come later frozen or "
+            "with lr=0"
+        ) if self._sizes() != self._before else ""  # fmt: skip
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
