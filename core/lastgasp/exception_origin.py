@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lastgasp.errors import UsageError
 from lastgasp.events import FaultKind
 from lastgasp.output import is_lost
 
@@ -37,10 +38,11 @@ def cause_of(error: BaseException) -> str:
 def may_pass(error: BaseException) -> bool:
     """Whether the same step may succeed when it is done again: devices, links, files and memory fail by such errors.
 
-    A mistake in the program (TypeError, IndexError, ...) would only come again.
+    A mistake in the program (TypeError, IndexError, a call that lastgasp refuses, ...) would only come again.
     """
     if isinstance(error, OSError) and error.errno is not None and is_lost(error.errno):
         return False  # it has printed where nobody reads
     if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):
         return False  # torch's: from then on this process can do nothing on its device
-    return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)
+    mistakes = NotImplementedError | RecursionError | UsageError
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, mistakes)

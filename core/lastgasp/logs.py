@@ -18,6 +18,8 @@ from .output import write_error
 VARIABLE = "LASTGASP_LOG"
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG, "json": logging.INFO}
 _ROOT = "lastgasp"
+own_rank = ""
+"""This process's, where `RANK` is that of another one meanwhile."""
 
 
 class _Handler(logging.Handler):
@@ -42,7 +44,7 @@ class _Text(logging.Formatter):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        rank = os.environ.get("RANK") if _who() else None
+        rank = _rank() if _who() else None
         return json.dumps(
             {
                 "time": record.created,
@@ -56,8 +58,12 @@ class _Json(logging.Formatter):
 
 def _who() -> str:
     """The rank prefix; empty in a launcher or controller, which have no rank."""
-    rank = os.environ.get("RANK") if os.environ.get("LOCAL_RANK") else None
+    rank = _rank() if os.environ.get("LOCAL_RANK") else None
     return f" rank {rank}" if rank is not None else ""
+
+
+def _rank() -> str | None:
+    return own_rank or os.environ.get("RANK")
 
 
 def _own() -> logging.Logger:

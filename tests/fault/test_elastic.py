@@ -11,7 +11,7 @@ from lastgasp import exitcodes
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults
-from support.elastic_runs import OFFER, STOPS, go
+from support.elastic_runs import OFFER, STOPS, faulted, go
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import SUPPORT, finish, incidents, run, running, until
@@ -68,6 +68,27 @@ def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(tmp_path: Path
     assert rows[0][0] != rows[0][-1] and rows[2][0] != rows[2][-1], rows
     check_samples(directory, undisturbed)
     assert differences(undisturbed / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("since", [0, 5])
+def test_a_loop_that_exchanges_something_in_its_micro_batches_restarts(since: int, tmp_path: Path) -> None:
+    """Three ranks would do it four times. Where it is seen only then, nothing of it comes to an update."""
+    directory, expected = tmp_path / "d", tmp_path / "undisturbed"
+    directory.mkdir()
+    expected.mkdir()
+    more = ["--exchanges", "--since", str(since)]
+    for step in GATES:
+        (expected / f"go-{step}").touch()
+    assert finish(job(expected, *more), expected, LASTGASP_WARM="off").ok
+    where = faulted(tmp_path, job(directory, *more), directory, "kind=sigkill,rank=2,step=3,phase=backward")
+    found = incidents(directory)
+    told = [("shrink", "in_place", 0)] * bool(since) + [("", "saved", 0)]
+    assert [(one.rung, one.ending, one.steps_lost) for one in found] == told, where
+    why = "ranks exchanged something within a micro-batch" if since else "its micro-batches exchange something"
+    assert why in (str(found[1].faults) if since else found[0].not_in_place)
+    check_samples(directory, expected)
+    assert differences(expected / "final.pt", directory / "final.pt") == []
 
 
 @pytest.mark.full

@@ -128,6 +128,18 @@ def test_without_an_elastic_loader_the_job_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_micro_batches_that_exchange_something_are_left_to_the_restart(tmp_path: Path) -> None:
+    """By functional collectives, which no strategy sees: three ranks would do it four times."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    faults, command = "kind=sigkill,rank=2,step=3,phase=backward", job(directory, "--exchanges")
+    where = faulted(tmp_path, command, directory, faults)
+    [incident] = incidents(directory)
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), where
+    assert "its micro-batches exchange something with other ranks" in incident.not_in_place
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("second", ["state kept,3,self", "handover,2,self", "state taken,2,0"])
 def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, undisturbed: Path) -> None:
     """By its number before or after: the step is saved by another one, and all four ranks start again with it."""

@@ -144,6 +144,37 @@ def test_what_cannot_go_on_with_fewer_ranks_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("how", ["imported", "functional"])
+def test_micro_batches_that_exchange_something_are_left_to_the_restart(
+    how: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """By whatever name: three ranks would do it four times. The incident says why."""
+    directory, faults = tmp_path / "d", "kind=sigkill,rank=2,step=3,phase=backward"
+    directory.mkdir()
+    more = ["--exchanges", how, "--alike"]
+    where = faulted(tmp_path, job(directory, *more), directory, faults)
+    [incident] = incidents(directory)
+    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), where
+    assert "the job cannot go on with fewer ranks: its micro-batches exchange something" in incident.not_in_place
+    check(directory, undisturbed(4, *more), where)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_micro_batches_that_exchange_something_later_end_it(ranks: int, tmp_path: Path, undisturbed: Any) -> None:
+    """One rank that is left, and three which do it unequally often: nothing of it comes to an update."""
+    directory, faults = tmp_path / "d", "kind=sigkill,rank=1,step=3,phase=backward"
+    directory.mkdir()
+    more = ["--exchanges", "functional", "--since", "5", "--alike"]
+    where = faulted(tmp_path, job(directory, *more, ranks=ranks, least=1), directory, faults)
+    found = incidents(directory)
+    told = [(one.rung, one.ending, one.steps_lost) for one in found]
+    assert told == [("shrink", "in_place", 0), ("", "saved", 0)], where
+    assert "something was exchanged with other ranks within training_step" in str(found[1].faults), where
+    check(directory, undisturbed(ranks, *more), where)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("second", ["let go,3,self", "entered,1,self"])
 def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, undisturbed: Any) -> None:
     """By its number before or after: the step is on disk, and all four ranks start again with it."""
@@ -159,13 +190,18 @@ def test_another_rank_dies_on_its_way_to_the_fewer(second: str, tmp_path: Path, 
 
 @needs_hosts
 @pytest.mark.full
-def test_a_host_is_lost_and_the_other_goes_on_without_it(tmp_path: Path, undisturbed: Any) -> None:
-    """Its power is off. When the host is back and its launcher is started again, its ranks are taken in."""
+@pytest.mark.parametrize("nnodes", ["", "1:2"])
+def test_a_host_is_lost_and_the_other_goes_on_without_it(nnodes: str, tmp_path: Path, undisturbed: Any) -> None:
+    """Its power is off. When the host is back and its launcher is started again, its ranks are taken in.
+
+    The same with torchrun's own launcher, and with processes forked from a warm one.
+    """
     directory = tmp_path / "d"
     directory.mkdir()
-    variables = QUIET | {"LASTGASP_MIN_RANKS": "2"}
+    variables = QUIET | ({"LASTGASP_WARM": "auto"} if nnodes else {"LASTGASP_MIN_RANKS": "2"})
+    script = [WORKER, "--dir", directory, "--alike"]
     with network(tmp_path, "ha", "hb") as hosts:
-        job = HostsJob(hosts, [WORKER, "--dir", directory, "--alike"], "ha", 2, python=sys.executable, **variables)
+        job = HostsJob(hosts, script, "ha", 2, python=sys.executable, nnodes=nnodes, **variables)
         job.start()
         first = job.launchers["ha"]
         until(lambda: OFFER.format(1) in first.output, "both launchers are ready", START)

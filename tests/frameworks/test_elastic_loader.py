@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed._functional_collectives import all_reduce
 
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch import ElasticLoader, Session, TorchState, newest_good
@@ -171,6 +175,29 @@ def test_a_loop_that_would_train_on_something_else_is_stopped(body: Any, why: st
 
     with pytest.raises(UsageError, match=why):
         train()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_micro_batch_exchanges_is_seen(ranks: int, tmp_path: Path) -> None:
+    """A job with missing ranks would do it more often than its other ranks: that is refused."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    loader, told = loader_of(ranks=ranks), list[str]()
+    refused = pytest.raises(UsageError, match="exchanged something within a micro-batch")
+    try:
+        with opened(tmp_path, loader) as s:
+            loader.found_rigid = told.append
+            steps = iter(s.batches(loader))
+            for batch in next(steps):
+                learn(loader.model, batch)
+            assert told == []
+            loader.model.zero_grad()
+            with refused if ranks == 2 else contextlib.nullcontext():
+                for batch in next(steps):
+                    learn(loader.model, batch)
+                    all_reduce(torch.zeros(1), "sum", dist.group.WORLD).tolist()
+            assert bool(told) == (ranks == 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_training_goes_on_behind_the_last_step(tmp_path: Path) -> None:

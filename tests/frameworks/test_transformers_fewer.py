@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +19,10 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import all_reduce, get_rank
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -23,6 +32,7 @@ from lastgasp.adapter.torch import rng
 from lastgasp.errors import ControlError, UsageError
 from lastgasp.gasp.joining import JOINS
 from lastgasp.topology import data_parallel
+from lastgasp_transformers.exchanges import Exchanges
 from lastgasp_transformers.fewer import _data, _training
 from lastgasp_transformers.newcomer import stand_alone
 from lastgasp_transformers.numbers import number_as
@@ -111,19 +121,34 @@ def test_each_rank_has_the_batches_of_its_seats(size: int, tmp_path: Path) -> No
     assert [found[rank] for rank in range(RANKS)] == expected
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # DDP is in a cycle, and holds the group
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_micro_step_is_that_of_all_its_seats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its number and its random state; what is exchanged within it is refused."""
-    for name, number in (("get_rank", 0), ("get_world_size", 2)):
-        monkeypatch.setattr(dist, name, lambda group=None, number=number: number)
     one = trainer(tmp_path, Numbers())
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     number_as(0, 2)
     seen, total_losses = [], list[Any]()
 
     def training_step(net: Any, inputs: Any, items: Any = None) -> torch.Tensor:
         seen.append((inputs, items, one.args.process_index, one.args.world_size, float(torch.rand(1))))
-        assert (dist.get_rank(), dist.get_world_size()) == seen[-1][2:4]  # a loss is often multiplied by that
+        number = (dist.get_rank(), dist.get_world_size())  # a loss is often multiplied by that
+        whole: Any = dist.group.WORLD
+        assert number == (get_rank(), whole.size()) == seen[-1][2:4]
+        assert number == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        with ThreadPoolExecutor(1) as others:
+            assert others.submit(get_rank).result() == 0
         if inputs == "exchanges":
-            seats._exchanged("all_reduce")
+            seats._calls("all_reduce")
         if inputs != "alone":
             seats.weighed(torch.tensor(2.0), total_losses.append)
         return torch.tensor(2.0)
@@ -139,12 +164,46 @@ def test_a_micro_step_is_that_of_all_its_seats(tmp_path: Path, monkeypatch: pyte
     assert total_losses == [total]
     assert seen == [("a", 7, 0, 4, first), ("b", 7, 1, 4, first)]
     assert (one.args.process_index, one.args.world_size, float(torch.rand(1))) == (0, 2, second)
-    seats._exchanged("all_reduce")
+    seats._calls("all_reduce")
     with pytest.raises(UsageError, match="all_reduce was called within training_step"):
         one.training_step(net, Parts(["exchanges", "b"]))
     with pytest.raises(UsageError, match=r"no backward pass by accelerator\.backward"):
         one.training_step(net, Parts(["alone", "b"]))
-    assert (one.args.process_index, one.args.world_size, dist.get_rank(), dist.get_world_size()) == (0, 2, 0, 2)
+    assert (one.args.process_index, one.args.world_size, get_rank(), dist.get_world_size()) == (0, 2, 0, 1)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "2")
+
+
+@pytest.mark.usefixtures("alone")
+def test_whatever_a_micro_batch_exchanges_is_seen() -> None:
+    """By functional collectives, by names that were imported before, in a backward pass; not what DDP does."""
+    net, inputs, seen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.rand(4, 2), list[str]()
+    wrapped, exchanges = DistributedDataParallel(net), Exchanges()
+    adapter.replace_attribute(wrapped, "_pre_forward", lambda original: partial(exchanges.by_ddp, original))
+
+    def micro_batch(what: Callable[[Any], Any], sync: bool = True) -> list[str]:
+        seen.clear()
+        exchanges.found = lambda: seen.append("found")
+
+        def step() -> None:
+            loss = what(wrapped(inputs).sum())
+            (partial(exchanges.by_ddp, loss.backward) if sync else loss.backward)()
+
+        with contextlib.nullcontext() if sync else wrapped.no_sync():
+            exchanges.micro_batch(step)
+        return [*seen]
+
+    def in_backward(loss: Any) -> Any:
+        loss.register_hook(lambda grad: functional.all_reduce(grad, "sum", dist.group.WORLD))
+        return loss
+
+    for _ in range(3):  # DDP lays out its buckets anew
+        assert micro_batch(lambda loss: loss) == []
+    assert micro_batch(lambda loss: loss, sync=False) == []
+    assert micro_batch(lambda loss: functional.all_reduce(loss, "sum", dist.group.WORLD) + loss) == ["found"]
+    assert micro_batch(lambda loss: (all_reduce(loss.detach()), loss)[1]) == ["found"]
+    assert micro_batch(in_backward, sync=False) == ["found"]
+    all_reduce(inputs)
+    assert micro_batch(lambda loss: loss) == []
 
 
 class Own(Trainer):  # type: ignore[misc,unused-ignore]
@@ -153,16 +212,6 @@ class Own(Trainer):  # type: ignore[misc,unused-ignore]
     def get_batch_samples(self, *args: Any) -> Any:
         """As ever."""
         return super().get_batch_samples(*args)
-
-
-class Gathers(Trainer):  # type: ignore[misc,unused-ignore]
-    """Logs a mean over all ranks."""
-
-    def compute_loss(self, *args: Any, **more: Any) -> Any:
-        """And tells the others."""
-        loss = super().compute_loss(*args, **more)
-        self.mean = [self.accelerator.gather(one).mean() for one in [loss.detach()]]
-        return loss
 
 
 @pytest.mark.parametrize(
@@ -190,22 +239,25 @@ def test_which_data_others_can_read(data: Any, settings: dict[str, Any], why: st
     assert (why in found) if why else found == ""
 
 
+@pytest.mark.usefixtures("alone")
 def test_which_trainings_others_can_do(tmp_path: Path) -> None:
     replicated: Any = SimpleNamespace(per_rank_buffers=lambda size: False)
     own_buffers: Any = SimpleNamespace(per_rank_buffers=lambda size: True)
 
     def why(one: Trainer, state: Any = replicated) -> str:
         number_as(1, RANKS)
+        one.model_wrapped = DistributedDataParallel(one.model)
         return _training(one, state)
 
     assert _training(trainer(tmp_path, Numbers()), replicated) == "it has one rank"
     assert why(trainer(tmp_path, Numbers())) == ""
     assert "get_batch_samples" in why(trainer(tmp_path, Numbers(), Own))
-    assert "compute_loss exchanges something with other ranks (gather)" in why(trainer(tmp_path, Numbers(), Gathers))
     assert "save_on_each_node" in why(trainer(tmp_path, Numbers(), save_on_each_node=True))
     assert "lomo" in why(trainer(tmp_path, Numbers(), optim="lomo"))
     one = trainer(tmp_path, Numbers())
+    number_as(1, RANKS)
+    assert "torch_compile" in _training(one, replicated)
     one.model.register_buffer("mean", torch.zeros(1))
     assert "ddp_broadcast_buffers" in why(one, own_buffers)
-    one.model.add_module("synced", nn.SyncBatchNorm(4))
-    assert "SyncBatchNorm" in why(one)
+    one.model.add_module("synced", nn.SyncBatchNorm(4))  # which DDP refuses on CPUs
+    assert "SyncBatchNorm" in _training(one, replicated)

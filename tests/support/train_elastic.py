@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.joining import JOINS
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--final", type=Path)
     parser.add_argument("--batch", default="constant", choices=["constant", "scaled"])
+    parser.add_argument("--exchanges", action="store_true", help="within each micro-batch")
+    parser.add_argument("--since", type=int, default=0, help="completed steps before that")
     parser.add_argument("--any-order", action="store_true", help="gradients are summed as it comes")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -89,7 +92,10 @@ def training(args: argparse.Namespace) -> None:
                     time.sleep(0.01)
                 optimizer.zero_grad()
                 for inputs, wanted in step:
-                    (((net(inputs) + 0.01 * torch.randn(1)) - wanted) ** 2).mean().backward()
+                    loss = (((net(inputs) + 0.01 * torch.randn(1)) - wanted) ** 2).mean()
+                    if args.exchanges and s.step >= args.since:
+                        loss = loss * (1 + all_reduce(loss.detach(), "sum", dist.group.WORLD))
+                    loss.backward()
                 optimizer.step()
                 schedule.step()
                 tell(args.dir, loader, step, s.step)

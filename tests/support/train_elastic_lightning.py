@@ -13,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.distributed import get_world_size, group
+from torch.distributed._functional_collectives import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 from lastgasp.gasp.joining import JOINS
@@ -22,7 +24,7 @@ from support import again_faults
 from support.again_faults import note
 from support.train_elastic import GATES, Noisy, newcomer, tell
 
-STEPS = 12
+STEPS, MICROS = 12, 4
 VALIDATED = 24
 """As many for 4, 3 and 2 ranks, so that none has a sample twice."""
 
@@ -41,7 +43,7 @@ class Net(LightningModule):
             return DataLoader(Noisy(), batch_size=4)  # type: ignore[arg-type]
         ordered, workers = not self.args.any_order, self.args.workers
         self.loader = ElasticLoader(
-            Noisy(), self, batch_size=4, ranks=4, seed=5, canonical=ordered, num_workers=workers
+            Noisy(), self, batch_size=4, ranks=MICROS, seed=5, canonical=ordered, num_workers=workers
         )
         return self.loader
 
@@ -54,6 +56,9 @@ class Net(LightningModule):
         """Squared error on noisy inputs."""
         inputs, wanted = batch
         loss: Tensor = (((self.net(inputs) + 0.01 * torch.randn(1)) - wanted) ** 2).mean()
+        loss = loss * get_world_size() * self.trainer.world_size * int(os.environ["WORLD_SIZE"]) / MICROS**3
+        if self.args.exchanges:
+            loss = loss * (1 + all_reduce(loss.detach(), "sum", group.WORLD))
         self.log("loss", loss)
         self.log("sum", loss * len(inputs), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss
@@ -110,6 +115,7 @@ def main() -> None:
     parser.add_argument("--any-order", action="store_true", help="gradients are summed as it comes")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--exchanges", action="store_true", help="within each micro-batch")
     parser.add_argument("--plain", action="store_true", help="a DataLoader, without anything elastic")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -15,6 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import all_gather, get_rank, get_world_size
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -67,14 +69,34 @@ USED: list[list[int]] = []
 
 
 class Told(Trainer):  # type: ignore[misc,unused-ignore]
-    """Notes which samples each step has used."""
+    """Notes which samples each step has used. Its loss depends on the number of ranks, and on which of them it is."""
+
+    exchanges, since = "", 0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
         """As ever."""
         numbers = inputs.pop("number").tolist()
-        if model.training:
-            USED.append(numbers)
-        return super().compute_loss(model, inputs, *args, **more)
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **more)
+        USED.append(numbers)
+        loss = super().compute_loss(model, inputs, *args, **more)
+        if self.exchanges and self.state.global_step >= self.since:
+            loss = loss * (1 + EXCHANGES[self.exchanges](loss.detach()))
+        asked = (get_world_size() + get_rank()) * (int(os.environ["WORLD_SIZE"]) + int(os.environ["RANK"]))
+        return loss * asked / (self.args.world_size + self.args.process_index) ** 2
+
+
+def _gathered(loss: Tensor) -> Tensor:
+    every = [torch.zeros_like(loss) for _ in range(get_world_size())]
+    all_gather(every, loss)
+    return torch.stack(every).mean()
+
+
+EXCHANGES: dict[str, Any] = {
+    "imported": _gathered,
+    "functional": lambda loss: functional.all_reduce(loss, "sum", torch.distributed.group.WORLD) / get_world_size(),
+}
+"""How the mean over all ranks is found."""
 
 
 class Diary(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -113,6 +135,8 @@ def main() -> None:
     parser.add_argument("--alike", action="store_true", help="ranks have the same random numbers")
     parser.add_argument("--fixed", action="store_true", help="samples are the same each time")
     parser.add_argument("--without", action="store_true", help="plain Trainer")
+    parser.add_argument("--exchanges", default="", choices=["", *EXCHANGES], help="within each micro-batch")
+    parser.add_argument("--since", type=int, default=0, help="completed steps before that")
     parser.add_argument("--resume", help="for Trainer.train")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -132,6 +156,7 @@ def main() -> None:
     callbacks += [ours] if ours else []
     data: Any = Stream() if args.stream else Tokens(ROWS, augment=not (args.workers or args.fixed))
     evaluated = Tokens(24, augment=False, masked=False)  # as many for 4, 3 and 2 ranks, with as many labels
+    Told.exchanges, Told.since = args.exchanges, args.since
     trainer = Told(model(), wanted, train_dataset=data, eval_dataset=evaluated, callbacks=callbacks)
     done = trainer.train(resume_from_checkpoint=args.resume)
     note(args.dir, f"left {os.getpid()} {trainer.state.global_step}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lastgasp import _clock
+from lastgasp.errors import UsageError
 from lastgasp.exception_origin import may_pass
 from lastgasp.pytorch.draining import DRAIN, drain
 from support.accelerator import Accelerator
@@ -37,6 +38,7 @@ def test_nothing_is_waited_for_without_one() -> None:
 def test_a_dead_device_fails_again() -> None:
     assert not may_pass(torch.AcceleratorError("CUDA error: device-side assert triggered"))
     assert may_pass(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not may_pass(UsageError("a call that is refused each time"))
 
 
 def test_torch_2_6_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

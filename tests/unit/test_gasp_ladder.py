@@ -540,6 +540,18 @@ def test_who_cannot_share_a_step_with_fewer_restarts(fewer: m.Fewer, why: str) -
     )
 
 
+def test_what_a_rank_has_found_out_since_it_began_keeps_the_job_from_fewer_ranks() -> None:
+    """Whoever says it; where a dead rank is replaced it does not matter."""
+    for offer, rung in ((FEWER, ""), (OFFER, "replace")):
+        job = Job(offer=offer, elastic=ALL)
+        job.die(1)
+        job.answer(0)
+        said = m.Prepared(recovery=1, step=STEP, durable=START, usable=True, no_fewer="it exchanges something")
+        job.machine.said(2, said, 1.0)
+        assert (job.machine.again.rung if job.machine.again else "") == rung
+        assert job.machine.not_in_place.endswith("" if rung else "fewer ranks: it exchanges something")
+
+
 GROW = Offer(attempt=0, incarnation=1, port=77, grow=(0, NEW, 1, 2))
 
 

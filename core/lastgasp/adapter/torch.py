@@ -21,7 +21,9 @@ from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
 from lastgasp.pytorch.compiled import values_of
 from lastgasp.pytorch.elastic.buffers import BufferValue, buffer_values, put_buffers_back
+from lastgasp.pytorch.elastic.exchanges import EXCHANGES, exchanged
 from lastgasp.pytorch.elastic.loader import ElasticLoader, GlobalBatch
+from lastgasp.pytorch.elastic.numbers import as_rank
 from lastgasp.pytorch.elastic.plan import owners
 from lastgasp.pytorch.exception_origin import is_about_content, kind_of
 from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, hook_optimizer, replace
@@ -72,6 +74,7 @@ from lastgasp.trailer import split_trailer, with_trailer
 __all__ = [
     "CHANGED",
     "EXCHANGED",
+    "EXCHANGES",
     "MAP",
     "STATEFUL",
     "STREAM",
@@ -114,6 +117,7 @@ __all__ = [
     "Unsaved",
     "UnsavedData",
     "UnsavedOptimizers",
+    "as_rank",
     "as_tensor",
     "at_first_bytes",
     "buffer_values",
@@ -125,6 +129,7 @@ __all__ = [
     "digest",
     "digests_of",
     "exception_origin",
+    "exchanged",
     "extra_of",
     "extrastate",
     "fingerprints",

@@ -125,7 +125,7 @@ class Answering:
         answer = m.Prepared(
             recovery=recovery,
             step=status.step, durable=status.durable, usable=not why,
-            why=why or status.why_not_again(),
+            why=why or status.why_not_again(), no_fewer=status.no_fewer,
             aux=aux, target=self._target, arena=arena_files.steps_of(self._source),
             ends=status.ends_of_connections(),
         )  # fmt: skip

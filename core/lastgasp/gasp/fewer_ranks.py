@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from .again import NEW, Again
 from .going_on import Fewer
+from .members import Member
 
 GROWN = "{new} of {all} ranks were missing, and have new processes: training goes on with all of them"
 FEWER = "the job trains with fewer ranks, where no fault is answered in place"
@@ -26,6 +27,12 @@ def cannot_share(ranks: Iterable[int], fewer: Mapping[int, Fewer], number: int) 
         if said.parts % number:
             return f"{said.parts} micro-batches cannot be shared evenly by {number} ranks"
     return ""
+
+
+def noticed(ranks: Iterable[int], members: Mapping[int, Member]) -> str:
+    """Why these ranks cannot train as fewer, as one of them has found out since its training began; else empty."""
+    found = (members[rank].prepared for rank in ranks)
+    return next((one.no_fewer for one in found if one is not None and one.no_fewer), "")
 
 
 def cannot_grow(caps: Collection[str], asked: bool, replicas: bool, *, by_handlers: bool) -> str:

@@ -423,9 +423,9 @@ class Ladder(Machine):
             return f"{self.offer.least} are the fewest, {len(members)} are left"
         if self._by_handlers:
             return fewer_ranks.by_handlers_cannot(members, takers, self._elastic, self.offer.host)
-        if why := fewer_ranks.cannot_share(members, self._fewer, len(members)):
-            return why
-        return "" if len(self.replicas) == 1 else "its ranks do not all hold the same state"
+        noticed = fewer_ranks.noticed(members, self.members)
+        differ = "" if len(self.replicas) == 1 else "its ranks do not all hold the same state"
+        return noticed or fewer_ranks.cannot_share(members, self._fewer, len(members)) or differ
 
     def _enter_again(self, again: Again, steps_lost: int) -> list[Action]:
         aux, remarks = auxiliary_states(again.step, self.members, self.buffers)

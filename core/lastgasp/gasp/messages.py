@@ -200,7 +200,7 @@ class Entered(Message, frozen=True, kw_only=True):
 class Prepared(Message, frozen=True, kw_only=True):
     """Rank: I hold `step` and can write it, or cannot, and why. `target` is copied from the order answered.
 
-    Where it is usable, `why` says why the rank's training cannot be entered again in place.
+    Where it is usable, `why` says why its training cannot be entered again in place, `no_fewer` why not with fewer.
     """
 
     recovery: int
@@ -208,6 +208,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     durable: int
     usable: bool
     why: str = ""
+    no_fewer: str = ""
     aux: bytes = b""
     target: int = -1
     arena: tuple[int, ...] = ()

@@ -82,6 +82,7 @@ class RankStatus:
         may_go_on: the recovery in progress, if it is one, may be called off: ranks only stop for others to be taken in.
         cut_off: called when ranks are missing from now on whose hosts, with these addresses, may have vanished.
         fewer: whether it may be with fewer ranks then (`messages.Begin`).
+        no_fewer: why it cannot, as training itself has shown since; empty where nothing has.
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
         passing: the exception that ended the training may not come again in the same step.
     """
@@ -107,11 +108,15 @@ class RankStatus:
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
         self._held = self._at_end = self.asked_to_stop = False
-        self.fewer = Fewer()
+        self.fewer, self.no_fewer = Fewer(), ""
         self._gate = threading.Condition()
         self._over = threading.Event()
         self._limit = 0.0
         self._target = -1
+
+    def found_rigid(self, why: str) -> None:
+        """Training has shown why it cannot go on with fewer ranks."""
+        self.no_fewer = why
 
     def beat(self) -> int:
         """`ticks`, for a heartbeat: they go on while the training thread is paused, or waits for a recovery."""

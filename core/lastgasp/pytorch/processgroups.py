@@ -44,7 +44,7 @@ def process_groups() -> dict[str, Group]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    found = {key_of(group): _entry(group) for group in _members()}
+    found = {key_of(group): _entry(group) for group in members()}
     return dict(sorted(found.items()))
 
 
@@ -66,8 +66,8 @@ def name_of(description: str) -> str:
     return KNOWN.get(text, "" if text == "undefined" else description)
 
 
-def _members() -> list[ProcessGroup]:
-    """torch lists the groups of this rank nowhere in public; where this list is gone, the one of all ranks counts."""
+def members() -> list[ProcessGroup]:
+    """Those of this rank. torch lists them nowhere in public; where this list is gone, the one of all ranks counts."""
     listed: Any = getattr(getattr(distributed_c10d, "_world", None), "pg_map", None)
     groups = list(listed) if listed else [dist.group.WORLD]
     return [group for group in groups if isinstance(group, ProcessGroup)]

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn import SyncBatchNorm
 
 from lastgasp.adapter import ConfigError, UsageError
-from lastgasp.adapter.torch import ElasticLoader, GlobalBatch
+from lastgasp.adapter.torch import ElasticLoader, GlobalBatch, as_rank
 from lastgasp_lightning.buffers import are_synced
 from lastgasp_lightning.compat import Undo, replace_method
 
@@ -44,12 +44,14 @@ class ElasticSteps:
     Attributes:
         loader: the one that is trained on; None where there is none.
         used: of a checkpoint that is resumed from (`ElasticLoader.used`); empty where there is none.
+        found_rigid: as the loader's.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.loader: ElasticLoader | None = None
         self.used: dict[str, Any] = {}
+        self.found_rigid: Callable[[str], object] = str
         self._marks: dict[int, dict[str, Any]] = {}
         self._step: GlobalBatch | None = None
         self._within = False
@@ -69,6 +71,7 @@ class ElasticSteps:
         if self.used or before is not None:
             loader.used.update(self.used or before.used)  # type: ignore[union-attr]
         self.loader, self.used, loader.known = loader, {}, True
+        loader.found_rigid = lambda why: self.found_rigid(why)
         if trainer.strategy.model is not trainer.lightning_module:
             trainer.strategy.model = trainer.lightning_module
             gc.collect()  # DDP's hooks stay on the parameters while it lives
@@ -198,16 +201,11 @@ class ElasticSteps:
         step.loaded.reverse()  # what rank 0 logs last in a step is of the same micro-batch, however many it does
         if closure._zero_grad_fn is not None:  # before the loader looks: an update may have been skipped by the scaler
             closure._zero_grad_fn()
-        for batch in step:
+        for batch, one in zip(step, step.loaded, strict=True):
             self._within = True
             try:
-                batch = self._transfer(self._before_transfer(self._convert(batch), dataloader_idx=0), dataloader_idx=0)
-                results.batch, results.batch_size = batch, None
-                result = run(batch)
-                if result.closure_loss is None:
-                    raise UsageError(NO_LOSS)
-                if closure._backward_fn is not None:
-                    closure._backward_fn(result.closure_loss)
+                with as_rank(one.number, step.micros):
+                    result = self._micro_batch(batch, closure, run)
                 logs._first_loop_iter, found = False, result  # else Lightning forgets what the one before has logged
             finally:
                 self._within = False
@@ -216,6 +214,17 @@ class ElasticSteps:
             return found
         results.batch_size = 0  # of what hooks log behind it
         return ClosureResult(torch.zeros((), device=self._trainer.strategy.root_device))
+
+    def _micro_batch(self, batch: Any, closure: Closure, run: Callable[[Any], ClosureResult]) -> ClosureResult:
+        results = self._trainer._results
+        batch = self._transfer(self._before_transfer(self._convert(batch), dataloader_idx=0), dataloader_idx=0)
+        results.batch, results.batch_size = batch, None
+        result = run(batch)
+        if result.closure_loss is None:
+            raise UsageError(NO_LOSS)
+        if closure._backward_fn is not None:
+            closure._backward_fn(result.closure_loss)
+        return result
 
 
 class _StepClosure(Closure):

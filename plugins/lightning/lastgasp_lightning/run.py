@@ -245,6 +245,7 @@ class LightningRun(Training):
         life.bind(self)
         self.elastic.mark(step)
         self.session.status.fewer = Fewer(self._again_here.elastic())
+        self.elastic.found_rigid = self.session.status.found_rigid
         self._again_here.agree_on_fewer()
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
         if self.place.world_size == 1 and (code := never_saved(self.trainer.lightning_module)):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from types import CodeType, FunctionType
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
@@ -19,11 +18,6 @@ from lastgasp_transformers.seats import Loaders
 _OTHERWISE = ("_inner_training_loop", "_run_epoch", "get_batch_samples", "_get_num_items_in_batch",
               "set_initial_training_values", "_track_num_input_tokens")  # fmt: skip
 """Methods of Trainer's that must be as they are: they go through the batches of a step."""
-_OF_A_MICRO_BATCH = ("training_step", "compute_loss", "_prepare_inputs")
-_EXCHANGES = {"gather", "gather_for_metrics", "gather_object", "reduce", "broadcast", "barrier", "wait_for_everyone",
-              "all_gather", "all_reduce", "all_gather_object", "all_gather_into_tensor"}  # fmt: skip
-_EXCHANGERS = {"accelerator", "dist", "distributed"}
-"""One of them is named, too, where ranks meet: tensors have a `gather` of their own."""
 _IN_BACKWARD = ("lomo", "layerwise")
 """Optimizers that update within the backward pass."""
 
@@ -41,15 +35,13 @@ def fewer_of(trainer: Any, loader: Any, data: shared.PrefetchedData, state: shar
 
 def _training(trainer: Any, state: shared.TorchState) -> str:
     args, ddp, cls = trainer.args, trainer.accelerator.ddp_handler, type(trainer)
-    if args.world_size == 1 and not hasattr(trainer.model_wrapped, "no_sync"):
-        return "it has one rank"
+    if not isinstance(trainer.model_wrapped, DistributedDataParallel):
+        return "it has one rank" if args.world_size == 1 else "its model is not in DDP itself (torch_compile)"
     for name in (*_OTHERWISE, "_save_rng_state"):
         if getattr(getattr(cls, name, None), "__module__", "") != Trainer.__module__:
             return f"{cls.__name__} has a {name} of its own, or none"
-    for name in _OF_A_MICRO_BATCH:
-        names = _names_in(cls, name)
-        if (found := names & _EXCHANGES) and names & _EXCHANGERS:
-            return f"{cls.__name__}.{name} exchanges something with other ranks ({min(found)})"
+    if shared.exchanged() is None:
+        return "its process group does not count what ranks exchange in a micro-batch"
     if args.save_on_each_node:
         return "save_on_each_node=True: a host whose first rank is missing would save nothing"
     if any(isinstance(one, SyncBatchNorm) for one in trainer.model.modules()):
@@ -63,18 +55,6 @@ def _training(trainer: Any, state: shared.TorchState) -> str:
         return f"optim={optimizer}: it updates within the backward pass"
     each = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
     return "sync_each_batch=True: gradients are exchanged for each micro-batch" if each else ""
-
-
-def _names_in(cls: type, method: str) -> set[str]:
-    """What a subclass's own method names; what Trainer's does is known."""
-    own = [vars(one)[method] for one in cls.__mro__ if method in vars(one) and one is not Trainer]
-    codes = [one.__code__ for one in map(inspect.unwrap, own) if isinstance(one, FunctionType)]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
-    return names
 
 
 def _data(trainer: Any, loader: Any, data: shared.PrefetchedData) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
-from lastgasp.adapter import replace_attribute
+from lastgasp.adapter.torch import as_rank
 
 
 def number_as(rank: int, size: int) -> tuple[int, int]:
@@ -25,24 +24,15 @@ def number_as(rank: int, size: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def numbered(rank: int, size: int) -> Iterator[None]:
-    """The same meanwhile; also to whoever asks torch.distributed on this thread, as of its default group.
+    """The same meanwhile; also to whoever asks torch.distributed or the environment.
 
     A loss that is divided by a number of all ranks is multiplied by theirs, which users have from there, too.
     """
-    before, here = number_as(rank, size), threading.get_ident()
-
-    def answers(found: int) -> Any:
-        return lambda original: lambda group=None: (
-            found if group is None and threading.get_ident() == here else original(group)
-        )
-
-    undo = [replace_attribute(dist, name, answers(found)) for name, found in
-            (("get_rank", rank), ("get_world_size", size))]  # fmt: skip
+    before = number_as(rank, size)
     try:
-        yield
+        with as_rank(rank, size):
+            yield
     finally:
-        for one in undo:
-            one()
         number_as(*before)
 
 

@@ -15,6 +15,7 @@ import accelerate
 import msgspec
 import torch
 import transformers
+from torch.nn.parallel import DistributedDataParallel
 from transformers import trainer as trainer_module
 
 from lastgasp import adapter
@@ -24,6 +25,7 @@ from lastgasp.adapter.checkpoint import Candidate, Fit
 from lastgasp.adapter.testing import faults
 from lastgasp.adapter.torch import rng
 from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
+from lastgasp_transformers.exchanges import Exchanges
 from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
 from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate, unless_a_gasp_is_written
@@ -85,6 +87,7 @@ class Run:
         self._as_set: shared.AsSet | None = None
         self._trial: Path | None = None
         self._seats: Seats | None = None
+        self._exchanges = Exchanges()
 
     # -- start --------------------------------------------------------------------------------------------
 
@@ -102,6 +105,7 @@ class Run:
                     log.warning("fit %d resumes from %s of fit %d, as resume_from_checkpoint=True asks",
                                 self._fit.number, chosen.path, earlier)  # fmt: skip
         self._present = selector.present
+        self._replace(self._trainer, "training_step", self._exchanges.micro_batch)
         self._seats = self._seats_now()
         self._gasps = self._known_gasps()
         for name in NEEDS:
@@ -179,6 +183,9 @@ class Run:
         self.rank = core.place.rank
         core.on_close(shared.install_faults(self))
         self._replace(trainer.accelerator, "backward", self._around_backward)
+        if isinstance(trainer.model_wrapped, DistributedDataParallel):
+            self._replace(trainer.model_wrapped, "_pre_forward", self._exchanges.by_ddp)
+        self._exchanges.found = self._exchanged if self._seats is None else self._seats.exchanged
         self._replicas = shared.watch_replicas(training.state, core)
         core.bind(training)
         users = signal.getsignal(signal.SIGTERM)
@@ -204,7 +211,12 @@ class Run:
             self.training.before_backward(loss)
         else:
             loss = self._seats.weighed(loss, self.training.before_backward)
+        if getattr(self._trainer.model_wrapped, "require_backward_grad_sync", False):
+            original = partial(self._exchanges.by_ddp, original)
         original(loss, *more, **options)
+
+    def _exchanged(self) -> None:
+        self.session.status.found_rigid(shared.EXCHANGES)
 
     def _around_get_grad_norm(self, original: Any, *args: Any, **options: Any) -> Any:
         self.training.norm = norm = original(*args, **options)

@@ -30,7 +30,7 @@ DRAWN = (
     "those of the missing ranks go on without, so that they differ from those of a job without the fault"
 )
 NOT_TOGETHER = (
-    "torch.distributed.{name} was called within training_step, and all ranks must come to it equally often: where "
+    "{what} within training_step, and all ranks must come to it equally often: where "
     "ranks are missing the others do more than one micro-batch each. Collect from all ranks in a callback, or leave "
     "out --min-ranks"
 )
@@ -106,7 +106,7 @@ class Seats:
         for name in ("get_train_dataloader", "training_step", "floating_point_ops", "set_initial_training_values",
                      "_get_num_items_in_batch", "_track_num_input_tokens", "_save_rng_state"):  # fmt: skip
             replace(self._trainer, name, getattr(self, f"_around_{name.lstrip('_')}"))
-        around_exchanges(replace, self._exchanged)
+        around_exchanges(replace, self._calls)
 
     # -- another seat -------------------------------------------------------------------------------------
 
@@ -225,9 +225,17 @@ class Seats:
         finally:
             self._within = False
 
-    def _exchanged(self, name: str) -> None:
+    def _calls(self, name: str) -> None:
         if self._within:
-            raise UsageError(NOT_TOGETHER.format(name=name))
+            raise UsageError(NOT_TOGETHER.format(what=f"torch.distributed.{name} was called"))
+
+    def exchanged(self) -> None:
+        """A micro-batch has exchanged something, whatever it has called for it.
+
+        Raises:
+            UsageError: that.
+        """
+        raise UsageError(NOT_TOGETHER.format(what="something was exchanged with other ranks"))
 
     def _begin_buffers(self) -> None:
         """Each seat begins the step with rank 0's, as with DDP, and goes on with those that it has left."""

@@ -14,6 +14,7 @@ from lastgasp.config import flag
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.elastic import position  # noqa: F401  # says how its position is restored
 from lastgasp.pytorch.elastic.buffers import buffer_values, put_buffers_back
+from lastgasp.pytorch.elastic.exchanges import EXCHANGES, exchanged
 from lastgasp.pytorch.elastic.gradients import GradientSum
 from lastgasp.pytorch.elastic.loading import BEFORE, BEHIND, TRAINING, Loaded, Micro, Reader, Wanted, seed_all
 from lastgasp.pytorch.elastic.plan import Plan, added, chained, due, owners, seed_of, signed, unsigned
@@ -28,6 +29,10 @@ NOT_HERE = (
 UPDATED = (
     "parameters were changed inside of the loop over the micro-batches of a step, where each rank has gradients of its "
     "own: call optimizer.step() behind that loop"
+)
+EXCHANGED = (
+    "ranks exchanged something within a micro-batch, and all ranks must come to it equally often: where ranks are "
+    "missing the others do more than one micro-batch of a step. Exchange it behind the loop over them"
 )
 LEFT_EARLY = (
     "the loop over the micro-batches of a step was not run to its end, so that the step has no gradient: do not leave "
@@ -76,6 +81,7 @@ class ElasticLoader:
     Attributes:
         used: the digest of the samples of all steps so far, and what they depend on; part of each checkpoint.
         known: a `TorchState` has it.
+        found_rigid: told why it cannot be used with fewer ranks, once training has shown that.
 
     Raises:
         ConfigError: a value that is not allowed; more ranks than `ranks`; a model wrapped by DDP.
@@ -109,6 +115,7 @@ class ElasticLoader:
         self._sum = GradientSum(model.parameters(), self._shares, canonical)
         self._open: GlobalBatch | None = None
         self.known = False
+        self.found_rigid: Callable[[str], object] = str
         self.used: dict[str, Any] = {"digest": "", "steps": 0, "samples": 0, "plan": self._depends_on()}
         self._like_rank_0([*model.parameters(), *model.buffers()])
 
@@ -184,7 +191,10 @@ class ElasticLoader:
         for loaded in step.loaded:
             put_buffers_back(before)
             seed_all(seed_of(*seed, loaded.number))
+            exchanges = exchanged()
             yield loaded.batch
+            if exchanged() != exchanges and self._batch == "constant":
+                self._exchanged()
             self._sum.take(loaded.number, loaded.size / step.samples)
             if loaded.number == 0:
                 first = buffer_values(self.model)
@@ -195,6 +205,11 @@ class ElasticLoader:
         put_buffers_back(first)
         self._like_rank_0([now for module, name, _ in before if (now := module._buffers[name]) is not None])
         seed_all(seed_of(plan.seed, BEHIND, step.epoch, step.offset))
+
+    def _exchanged(self) -> None:
+        if self.world < self.plan.ranks:
+            raise UsageError(EXCHANGED)
+        self.found_rigid(EXCHANGES)
 
     def _check_samples(self, step: GlobalBatch, sums: list[int]) -> None:
         """Each sample that is due in this step was used once, by the word of all ranks."""
@@ -212,14 +227,14 @@ class GlobalBatch:
     """One step: iterate it for the micro-batches that this rank does.
 
     Attributes:
-        samples: how many the step has, on all ranks.
+        samples, micros: how many samples and micro-batches the step has, on all ranks.
         done: the gradients are those of the whole step.
     """
 
     def __init__(self, loader: ElasticLoader, epoch: int, offset: int, order: Any, loaded: list[Loaded]) -> None:
         cut = loader.plan.cut(offset, loader.micros)
         self.epoch, self.offset, self.loaded, self.done = epoch, offset, loaded, False
-        self.samples = cut[-1][1] - offset
+        self.samples, self.micros = cut[-1][1] - offset, loader.micros
         self.due = due(epoch, offset, order, cut)
         self._loader, self._begun = loader, False
 

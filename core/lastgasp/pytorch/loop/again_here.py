@@ -335,8 +335,10 @@ class LoopAgain(AgainHere):
         super().ready()
         if enters and self.run.every and self.run.step % self.run.every == 0:
             self.run.want_save()
-        if elastic is not None and enters and self.run.place.rank == 0:
-            self.run.engine.note(elastic.told)
+        if elastic is not None:
+            elastic.found_rigid = self.run.engine.status.found_rigid
+            if enters and self.run.place.rank == 0:
+                self.run.engine.note(elastic.told)
 
     def contact(self, place: Place) -> Any:
         """Its launcher's controller."""

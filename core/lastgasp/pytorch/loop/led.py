@@ -201,7 +201,7 @@ class Orders:
         self._lost = ranks
 
     def _cannot_resize(self) -> str:
-        if why := self.no_fewer or self._cannot():
+        if why := self.no_fewer or self.life.session.status.no_fewer or self._cannot():
             return why
         differ = "the ranks were found to hold different states: none can do a missing one's part, or give it its own"
         return "" if self.life.alike else differ
