@@ -18,6 +18,16 @@ class LastgaspError(Exception):
 
     restart_helps: ClassVar[bool] = True
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As it is: Ray and pools of processes send it, and `__init__` takes other arguments than the message."""
+        return _as_it_was, (type(self), self.args), vars(self)
+
+
+def _as_it_was(kind: type[LastgaspError], args: tuple[object, ...]) -> LastgaspError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
 
 class ConfigError(LastgaspError, ValueError):
     """A wrong value, refused at construction or at start.
