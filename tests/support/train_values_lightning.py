@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lastgasp.adapter.again import Limits
+from lastgasp.pytorch.uservalues import keeper
 from lastgasp_lightning import LastGasp
 from support.again_faults import note
 from support.train_again_lightning import GATE
 
+vars(keeper)["Limits"] = partial(Limits, seconds=1.0)  # more than a busy machine takes in such short steps
 STEPS = 40
 """Batches of an epoch: more than a list may have that is copied in each step."""
 
