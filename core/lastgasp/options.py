@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 
-from lastgasp.config import GaspConfig, flag, integer, pick
+from lastgasp.config import GaspConfig, Recovery, asked_recovery, flag, integer, pick
 from lastgasp.errors import ConfigError
 from lastgasp.steps.settings import MarksConfig
 
@@ -24,12 +24,14 @@ class Options:
         marks: what is marked in each step, and where that goes.
         require_manifest: whether checkpoints without a manifest are refused.
         attempts: how many checkpoints a reload tries, newest first, before it refuses.
+        recovery: how a fault may be answered; None where nobody has said it.
     """
 
     gasp: GaspConfig
     marks: MarksConfig = field(default_factory=MarksConfig)
     require_manifest: bool = False
     attempts: int = DEFAULT_ATTEMPTS
+    recovery: Recovery | None = None
 
     @classmethod
     def resolve(cls, directory: str | os.PathLike[str] | None = None, **given: object) -> Options:
@@ -51,10 +53,11 @@ class Options:
             marks=MarksConfig.resolve(**marks),  # type: ignore[arg-type]  # it checks them
             require_manifest=bool(required),
             attempts=attempts or DEFAULT_ATTEMPTS,
+            recovery=asked_recovery(given.get("recovery")),
         )
 
 
-NAMES = (*_GASP, *_MARKS, "require_manifest", "attempts")
+NAMES = (*_GASP, *_MARKS, "require_manifest", "attempts", "recovery")
 """What may be set besides the directory."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgasp import exitcodes
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from support.mindspore import place
@@ -228,6 +229,28 @@ def test_a_job_that_is_trained_to_its_end_has_nothing_left_to_do(tmp_path: Path)
     schedulers = list((tmp_path / "msrun").glob("scheduler*.log"))
     assert schedulers, "msrun's scheduler runs the script as well, and would train beside the only rank"
     assert all("which does not train" in path.read_text() for path in schedulers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["plain", "llama"])
+def test_recovery_save_ends_the_job_and_the_next_start_resumes(
+    name: str, tmp_path: Path, references: dict[tuple[str, int], Losses]
+) -> None:
+    """By the variable, and by MindFormers' YAML."""
+    expected, job, variables = reference(name, 2, references, tmp_path), JOBS[name](tmp_path), {"LASTGASP_FAULT": ""}
+    if isinstance(job, LlamaJob):
+        section = {"enable": True, "dir": str(tmp_path / "ckpts"), "recovery": "save"}
+        job = replace(job, changes={"lastgasp": section})
+    else:
+        variables["LASTGASP_RECOVERY"] = "save"
+    first = job.run(variables | {"LASTGASP_FAULT": KILLED[1].fault}, timeout=300)
+    assert first.returncode == exitcodes.SAVED, first.output
+    assert "as recovery=save asks" in first.output
+    (incident,) = incidents(tmp_path)
+    assert (incident.ending, incident.step_saved, incident.not_in_place) == ("saved", STEP, "recovery=save")
+    assert [len(job.steps(rank)) for rank in (0, 1)] == [1, 1]
+    assert job.run(variables, timeout=300).returncode == 0
+    check_losses(job, expected, STEP)
 
 
 @pytest.mark.full

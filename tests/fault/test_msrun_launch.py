@@ -90,6 +90,15 @@ def test_survivors_save_all_restart_and_a_job_that_always_fails_is_stopped(tmp_p
     assert done.output.count("rank 0 runs") == 4, "the logs are shown to their end"
 
 
+def test_a_job_that_asks_for_no_restart_ends_with_the_save(tmp_path: Path) -> None:
+    done = finish(job(tmp_path, "die", 3), LASTGASP_RECOVERY="save")
+    assert done.returncode == exitcodes.SAVED, done.output[-4000:]
+    assert "as recovery=save asks" in done.output
+    [incident] = incidents(tmp_path)
+    assert (incident.ending, incident.step_saved, incident.not_in_place) == ("saved", 3, "recovery=save")
+    assert not told(tmp_path, 1)
+
+
 @pytest.mark.full
 def test_the_hold_is_as_long_as_the_save(tmp_path: Path) -> None:
     """msrun itself would kill the survivor about a second after the first failure."""

@@ -48,6 +48,7 @@ def main() -> None:
     source = ToySource(rank, directory, {})
     place = Place(rank=rank, world_size=world, replicas=data_parallel(world), attempt=attempt)
     session = Session(GaspConfig.resolve(directory), place, source, Contact.from_environment())
+    session.status.recovery = "save" if os.environ.get("LASTGASP_RECOVERY") == "save" else ""
     session.gather("start", b"")
     if mode == "refuse":
         sys.exit(exitcodes.REFUSED)

@@ -10,7 +10,7 @@ import pytest
 
 from lastgasp.errors import ConfigError
 from lastgasp.options import DEFAULT_ATTEMPTS, Options
-from lastgasp_mindformers.settings import options_of_config
+from lastgasp_mindformers.settings import answered_by, options_of_config
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +69,13 @@ def test_where_it_goes(
 
 
 def test_settings_of_section_and_entry_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = {"enable": True, "attempts": 2, "marks": "step", "sha256": True}
+    section = {"enable": True, "attempts": 2, "marks": "step", "sha256": True, "recovery": "save"}
     monkeypatch.setenv("LASTGASP_KEEP", "9")
     monkeypatch.setenv("LASTGASP_SAVE_TIMEOUT", "5")
     options = options_of_config({"lastgasp": section, "callbacks": [ENTRY]})
     assert options is not None
     assert (options.gasp.keep, options.gasp.save_timeout, options.gasp.sha256) == (7, 5.0, True)
-    assert (options.attempts, options.require_manifest) == (2, False)
+    assert (options.attempts, options.require_manifest, options.recovery) == (2, False, "save")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_settings_of_section_and_entry_are_merged(monkeypatch: pytest.MonkeyPatc
         ({"lastgasp": {"enable": "yes"}}, "lastgasp.enable"),
         ({"lastgasp": {"enable": True, "directory": "/d"}}, "lastgasp.directory"),
         ({"lastgasp": {"enable": True, "attempts": 0}}, "attempts"),
+        ({"lastgasp": {"enable": True, "recovery": "never"}}, "recovery"),
         ({"callbacks": [{"type": "LastGasp", "keeep": 1}]}, "lastgasp.keeep"),
     ],
 )
@@ -112,3 +113,17 @@ def test_a_wrong_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LASTGASP", "yes")
     with pytest.raises(ConfigError, match="LASTGASP"):
         options_of_config({})
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "told"),
+    [(None, "", False), ("restart", "restart", False), ("save", "save", False), ("auto", "", True)],
+)
+def test_what_cannot_be_done_in_place_is_said(
+    asked: str | None, answered: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv("LASTGASP_RECOVERY", asked)
+    assert answered_by(Options.resolve("/d").recovery, 0) == answered
+    assert ("the job restarts" in caplog.text) is told
+    assert answered_by(asked, 1) == answered and caplog.text.count("the job restarts") == told

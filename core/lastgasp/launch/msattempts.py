@@ -195,6 +195,11 @@ class MsAttempts:
         """How often in a row one exception has ended the training; the launcher with the controller judges that."""
         return Repeats() if self._controller is None else self._controller.repeats(self.number)
 
+    def leaves(self) -> str:
+        """How the recovery ended where no restart shall follow it; the launcher with the controller judges that."""
+        led, number = self._controller, self.number
+        return led.last_ending(number) if led is not None and led.leaves(number) else ""
+
     def event(self) -> str:
         """The recovery of this attempt in one line; empty if there was none, or another node's launcher reports it."""
         return "" if self._controller is None else self._controller.event(self.number)

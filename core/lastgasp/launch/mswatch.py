@@ -95,7 +95,7 @@ class Watch:
             progressed = self._attempts.progressed(codes)
             self._clear()
             how = frozenset(code for code in codes if code)
-            self._restarts.repeats = self._attempts.repeats()
+            self._restarts.left, self._restarts.repeats = self._attempts.leaves(), self._attempts.repeats()
             self._restarts.completed = self._attempts.completed()
             self._restarts.ended(self._attempts.number, self._attempts.joined(), progressed, refused, how)
             self._restarted += 1

@@ -32,7 +32,7 @@ class LastGasp(Callback):  # type: ignore[misc]
     Args:
         dir: where checkpoints and incidents are kept; the same path on every rank. Default: `LASTGASP_DIR`.
         options: keep, resume, hang_timeout, save_timeout, finish_timeout, sha256 (`lastgasp.config.GaspConfig`), marks,
-            profiling_dir, profiling_limit_mb, require_manifest, attempts.
+            profiling_dir, profiling_limit_mb, require_manifest, attempts, recovery.
 
     Raises:
         ConfigError: a value that is not allowed, or no directory.

@@ -27,6 +27,7 @@ from lastgasp_mindformers.native import Iterations, monitor_of, native_of
 from lastgasp_mindformers.plain import fewer, load, not_repeated
 from lastgasp_mindformers.ranks import connect, dated, device, place_of, rank_and_size, versions
 from lastgasp_mindformers.reload import MindFormersSelector
+from lastgasp_mindformers.settings import answered_by
 from lastgasp_mindformers.source import MindSporeSource, Writer
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.testing import LoopFaults
@@ -120,6 +121,7 @@ class Run:
         self._ended = self._saves = self._first = self._left = self._again = False
         self._unseen = ""
         self.session.register(device(), versions())
+        self.session.status.recovery = answered_by(options.recovery, place.rank)
 
     # -- start ------------------------------------------------------------------------------------
 

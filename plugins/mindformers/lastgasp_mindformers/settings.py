@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -9,11 +10,17 @@ from typing import Any
 
 from lastgasp.adapter import OPTION_NAMES, ConfigError, Options, switched
 
+log = logging.getLogger("lastgasp")
+
 SECTION = "lastgasp"
 """The section of MindFormers' YAML."""
 CALLBACK = "LastGasp"
 """The `type` of the entry in `callbacks:` that turns it on as well."""
 _NAMES = ("dir", *OPTION_NAMES)
+_NOT_IN_PLACE = (
+    "recovery=%s: a step of MindSpore's is one graph, which nothing in its process can leave. After a fault it is "
+    "saved, and the job restarts"
+)
 
 
 def options_of_config(config: Any) -> Options | None:
@@ -42,6 +49,13 @@ def options_of_config(config: Any) -> Options | None:
     _known(given)
     directory = given.pop("dir", None) or os.environ.get("LASTGASP_DIR") or _output(config)
     return Options.resolve(directory, **given)
+
+
+def answered_by(recovery: str | None, rank: int) -> str:
+    """What `recovery` leaves of the ways to answer a fault here (`RankStatus.recovery`): a restart, or none."""
+    if recovery not in (None, "restart", "save") and rank == 0:
+        log.warning(_NOT_IN_PLACE, recovery)
+    return recovery if recovery in ("restart", "save") else ""
 
 
 def callback_entry(config: Any) -> MutableMapping[str, Any] | None:
