@@ -115,6 +115,17 @@ def test_a_forked_rank_is_as_a_fresh_interpreter(program: tuple[str, ...], tmp_p
     assert err.read_text() == expected.stderr == ""
 
 
+def test_what_warm_processes_take_is_known_to_others(tmp_path: Path) -> None:
+    """To `lastgasp doctor`; a rank that was forked is none."""
+    before = warm_process.in_use()
+    with process(tmp_path, "json") as found:
+        memory = ready(found)
+        rank, *_ = forked(found, tmp_path, str(SCRIPT))
+        taken, count = warm_process.in_use()
+        assert (count - before[1], rank.wait(PATIENCE)) == (1, 0)
+        assert 0.3 * memory < taken - before[0] < 3 * memory
+
+
 def test_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:
     with process(tmp_path, "random", "multiprocessing") as found:
         ready(found)

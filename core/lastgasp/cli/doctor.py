@@ -18,6 +18,7 @@ from lastgasp.doctor.machine import JobFacts, Machine
 from lastgasp.doctor.software import frameworks
 from lastgasp.errors import ConfigError
 from lastgasp.launch.warm import SWITCH, enabled
+from lastgasp.launch.warm_process import in_use as warm_processes
 
 from ._console import console, counted, escape
 
@@ -111,9 +112,10 @@ def _restarts(machine: Machine) -> str:
         return printable(f"none: {error}")
     if not warm:
         return f"ranks start anew ({SWITCH}=off)"
-    return (
-        f"ranks are forked from a warm process, which takes the memory of their imports once per node ({SWITCH}=auto)"
-    )
+    taken, count = warm_processes(machine.root / "proc")
+    now = f"{count} of running jobs take {taken / 1e6:.0f} MB now" if count else "no running job has one"
+    return ("ranks are forked from a warm process, which takes the memory of their imports once per node "
+            f"({SWITCH}=auto): 235 MB with torch, 330 MB with Lightning; {now}")  # fmt: skip
 
 
 def _arenas(machine: Machine) -> str:

@@ -61,9 +61,9 @@ def _misread(readers: list[tuple[str, str]], own: Sequence[str], ranks: Mapping[
     return f"the script sets {at_loading[0]} itself, which libraries read when they are loaded" if at_loading else ""
 
 
-def own_memory() -> int:
+def memory_of(process: str = "/proc/self") -> int:
     """Bytes that would be free without this process."""
-    with open("/proc/self/smaps_rollup") as file:
+    with open(f"{process}/smaps_rollup") as file:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
 
 

@@ -13,11 +13,13 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from lastgasp.gasp.process_monitor import describe_exit
 from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.warm_child import Order
+from lastgasp.launch.warm_imports import memory_of
 from lastgasp.launch.warm_server import BOOT
 
 FORK_LIMIT = 5.0
@@ -26,6 +28,17 @@ ROOM = 1024
 """Bytes that the ranks' command lines may be longer than that of the first one."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
+
+
+def in_use(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Bytes of all warm processes on this host, and how many there are, as far as this user may see them."""
+    found = []
+    for process in proc.iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if BOOT.encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                    found.append(memory_of(str(process)))
+    return sum(found), len(found)
 
 
 class NoFork(Exception):

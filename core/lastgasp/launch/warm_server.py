@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lastgasp.gasp.imported import at_start, origin
 from lastgasp.launch import warm_checks
 from lastgasp.launch.warm_child import Order, become, pose, run
-from lastgasp.launch.warm_imports import own_memory, prepare, resting
+from lastgasp.launch.warm_imports import memory_of, prepare, resting
 
 BOOT = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
@@ -53,7 +53,7 @@ def main(descriptor: int, launcher: int) -> None:
     names = {name for name in (*before, *os.environ) if before.get(name) != os.environ.get(name)}
     imported = {name: os.environ.get(name) for name in names}
     known = warm_checks.times({name: origin(module) for name, module in list(sys.modules.items())})
-    _send(connection, why=why, bytes=own_memory())
+    _send(connection, why=why, bytes=memory_of())
     forked = None if why else _serve(connection, own, known)
     if forked is None:
         os._exit(0)
