@@ -82,6 +82,16 @@ def test_a_step_that_failed_is_done_again(phase: str, step: int, tmp_path: Path,
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
+def test_what_is_raised_behind_the_backward_pass_loses_no_random_state(tmp_path: Path, undisturbed: Any) -> None:
+    """The other rank has all gradients, and completes the step without this one."""
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, "--trick", "signalled"), "") as started:
+        pass
+    check_in_place(directory, started, 2, replaced=None, step=9)
+    assert incidents(directory)[0].notes == [], started.output[-6000:]
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
 @pytest.mark.full
 def test_a_rank_that_ends_its_training_meanwhile_enters_it_again(tmp_path: Path, undisturbed: Any) -> None:
     """All ranks are needed, also by the one that has raised behind its last step."""
@@ -138,6 +148,18 @@ def test_what_is_not_answered_in_place_is_saved_and_the_job_restarts(
     assert [c.step for c in candidates([directory], LAYOUT)] == [8]
     assert (last.steps_lost, last.rung) == (0, ""), last
     assert last.not_in_place.startswith(why)
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+@pytest.mark.full
+def test_a_later_fault_is_answered_in_place_although_a_step_has_failed_twice(tmp_path: Path, undisturbed: Any) -> None:
+    """What raises again at once, as a file server that is away for some seconds, says nothing of the next month."""
+    directory = tmp_path / "d"
+    faults = "kind=exception,rank=0,step=10,phase=backward,attempt=1"
+    with disturbed(tmp_path, job(run, 2, directory, "--trick", "stubborn"), faults) as started:
+        pass
+    found = [(one.ending, one.rung, one.steps_lost) for one in incidents(directory)]
+    assert found == [("in_place", "retry", 0), ("saved", "", 0), ("in_place", "retry", 0)], started.output[-6000:]
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 

@@ -12,7 +12,7 @@ from support.launchers import SUPPORT, finish, incidents, run, running, torchrun
 from support.ports import free_port
 
 WORKER = SUPPORT / "train_again_shapes.py"
-WORKERS = ("persistent", "compiled", "worker dies", "persistent worker dies")
+WORKERS = ("persistent", "compiled", "worker dies", "worker dies later", "persistent worker dies")
 """Shapes whose data come from worker processes, which draw no random numbers here."""
 OFFER = "a fault can be answered in place, as incarnation 1\n"
 
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.full, pytest.mark
         ("compiled", ""),
         ("two", ""),
         ("generator", "that was made before the function was called again"),
+        ("counting", "the loader does not give what it gave before"),
         ("once", "cannot set number of interop threads"),
         ("address", ""),
     ],
@@ -40,6 +41,11 @@ def test_a_killed_rank(shape: str, line: str, victim: int, tmp_path: Path) -> No
 )
 def test_a_killed_worker_of_a_loader(shape: str, line: str, tmp_path: Path) -> None:
     goes_on(tmp_path, shape, "", "retry", line)
+
+
+def test_a_killed_worker_of_a_survivors_loader_is_a_second_fault(tmp_path: Path) -> None:
+    fault = "kind=sigkill,rank=0,step=8,phase=backward"
+    goes_on(tmp_path, "worker dies later", fault, "replace", "DataLoader worker")
 
 
 def goes_on(tmp_path: Path, shape: str, fault: str, rung: str, line: str) -> None:

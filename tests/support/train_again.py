@@ -222,6 +222,21 @@ def bad_link(args: argparse.Namespace, s: Session) -> None:
         raise RuntimeError("HCCL OP RETRY FAILED")
 
 
+def signalled(args: argparse.Namespace, s: Session) -> None:
+    """What a signal's handler raises in the backward pass comes when that is over; rank 0 completes step 9."""
+    behind(args, s)
+    engine: Any = vars(torch.autograd)["_engine_run_backward"]
+
+    def run(*given: Any, **named: Any) -> Any:
+        vars(torch.autograd)["_engine_run_backward"] = engine
+        engine(*given, **named)
+        wait_for_rank_0(args, s)
+        raise RuntimeError("a worker of a loader has died")
+
+    if s.step == 8 and os.environ["RANK"] == "1":
+        vars(torch.autograd)["_engine_run_backward"] = run
+
+
 def wait_for_rank_0(args: argparse.Namespace, s: Session) -> None:
     """Before its update rank 1 waits until rank 0 has completed that step."""
     while s.step == 8 and os.environ["RANK"] == "1" and not (args.dir / "ahead").exists():
@@ -237,6 +252,7 @@ TRICKS: dict[str, Trick] = {
     "ends": lambda args, s: None,
     "link": lambda args, s: again_faults.device_fault(s.step, "HCCL OP RETRY FAILED"),
     "memory": memory,
+    "signalled": signalled,
     "stubborn": stubborn,
 }
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from lastgasp.pytorch import Session, TorchState, train
 from support.again_faults import note
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.outside = data(2) if args.shape.startswith("persistent") else None
+    args.outside = outside(args.shape)
     args.drawn = drawn() if args.shape == "generator" else None
     train(SHAPES[args.shape], args)
 
@@ -43,6 +43,29 @@ def data(workers: int) -> DataLoader[Any]:
     whole = TensorDataset(torch.randn(56, 8, generator=torch.Generator().manual_seed(1)))
     sampler: Any = DistributedSampler(whole, num_replicas=2, rank=int(os.environ["RANK"]))
     return DataLoader(whole, 4, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+
+
+def outside(shape: str) -> DataLoader[Any] | None:
+    """The loader that a shape has made before its function is called, if it has."""
+    if shape == "counting":
+        whole = TensorDataset(torch.randn(128, 8, generator=torch.Generator().manual_seed(1)))
+        return DataLoader(whole, 4, sampler=Counting(64 * int(os.environ["RANK"])))
+    return data(2) if shape.startswith("persistent") else None
+
+
+class Counting(Sampler[int]):
+    """64 samples from the first one on, in another order in each pass, by a count of its own."""
+
+    def __init__(self, first: int) -> None:
+        self._first, self._passes = first, 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Iterator[int]:
+        self._passes += 1
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(self._passes))
+        return iter((self._first + order).tolist())
 
 
 def drawn() -> Iterator[list[Tensor]]:
@@ -74,7 +97,8 @@ def loop(args: Args, s: Session, batches: Any, step: Step) -> None:
             while s.step >= GATE and not (args.dir / "go").exists():
                 s.alive()
                 time.sleep(0.01)
-            if args.shape.endswith("worker dies") and s.step == FAULT and os.environ["RANK"] == "1":
+            later = args.shape == "worker dies later" and os.environ.get("LASTGASP_INCARNATION") == "1"
+            if (later or args.shape.endswith("worker dies")) and s.step == FAULT and os.environ["RANK"] == "1":
                 worker_dies(args)
             step(batch[0])
             note(args.dir, f"trained {os.getpid()} {s.step}")
@@ -111,8 +135,8 @@ def one_model(args: Args, batches: Any, compiled: bool = False) -> None:
     end(args, net)
 
 
-def persistent(args: Args) -> None:
-    """A loader that was made outside of the function, whose workers outlive each pass."""
+def kept_loader(args: Args) -> None:
+    """A loader that was made outside of the function: its workers outlive each pass, or its sampler counts them."""
     begin()
     one_model(args, args.outside)
 
@@ -178,11 +202,13 @@ def two(args: Args) -> None:
 SHAPES: dict[str, Callable[[Args], None]] = {
     "address": address,
     "compiled": compiled,
+    "counting": kept_loader,
     "generator": generator,
     "once": once,
-    "persistent": persistent,
-    "persistent worker dies": persistent,
+    "persistent": kept_loader,
+    "persistent worker dies": kept_loader,
     "worker dies": workers,
+    "worker dies later": workers,
     "two": two,
 }
 

@@ -6,6 +6,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lastgasp.events import Fault, FaultKind
@@ -26,30 +27,57 @@ def ladder(attempt: Attempt) -> Ladder:
 
 
 @pytest.mark.parametrize(
-    ("incarnation", "kind", "reached", "how"),
+    ("incarnation", "kind", "reached", "unwise"),
     [
-        pytest.param(1, "hang", 7, "hung", id="hung"),
-        pytest.param(1, "exception", 7, "raised an exception", id="raised"),
+        pytest.param(1, "hang", 7, "rank 1 hung in an earlier recovery in place of this job", id="hung"),
+        pytest.param(1, "exception", 7, "", id="raised"),
         pytest.param(1, "hang", 8, "", id="hung later"),
         pytest.param(0, "hang", 7, "", id="hung before any"),
         pytest.param(1, "killed", 7, "", id="killed"),
     ],
 )
 def test_one_that_led_to_no_step_is_the_last(
-    incarnation: int, kind: FaultKind, reached: int, how: str, tmp_path: Path
+    incarnation: int, kind: FaultKind, reached: int, unwise: str, tmp_path: Path
 ) -> None:
     with closing(RecordWriter()) as writer:
         incidents = Incidents(writer)
         found = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
         if incarnation:
-            ladder(found).again = Again(incarnation=1, step=7, source=0, takers=(1,), lost=(), port=1)
-            found = incidents.begin(hello(0, 2, attempt=0, incarnation=incarnation, directory=str(tmp_path)))
-        found.heard_step(0, m.Begin(step=7, durable=0, buffer_fd=-1))
-        found.heard_step(0, m.Status(step=reached, durable=0, tick=1, phase="data"))
-        ladder(found).faults.append(Fault(kind=kind, rank=1, cause="", step=7, seen_ns=1))
+            found = entered(incidents, found)
+        ended(found, kind, reached)
         for attempt in (1, 2):
             found = incidents.begin(hello(0, 2, attempt=attempt, directory=str(tmp_path)))
-            assert ladder(found).unwise == (how and f"rank 1 {how} in an earlier recovery in place of this job")
+            assert ladder(found).unwise == unwise
+
+
+@pytest.mark.parametrize("between", [7, 8], ids=["twice in a row", "a good one in between"])
+def test_what_raises_again_is_given_a_second_chance(between: int, tmp_path: Path) -> None:
+    """The file server of the first time is back a minute later."""
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        for attempt in range(2):
+            found = incidents.begin(hello(0, 2, attempt=2 * attempt, directory=str(tmp_path)))
+            assert ladder(found).unwise == ""
+            ended(entered(incidents, found), "exception", 7)
+            found = incidents.begin(hello(0, 2, attempt=2 * attempt + 1, directory=str(tmp_path)))
+            if attempt == 0:
+                ended(found, "killed", 9)
+                ended(entered(incidents, found), "killed", between)
+        twice = "in the last two recoveries in place of this job a rank raised an exception"
+        assert ladder(found).unwise == (twice if between == 7 else "")
+
+
+def entered(incidents: Incidents, before: Attempt) -> Attempt:
+    """The next incarnation."""
+    ladder(before).again = Again(incarnation=1, step=7, source=0, takers=(1,), lost=(), port=1)
+    return incidents.begin(msgspec.structs.replace(before.hello, incarnation=1))
+
+
+def ended(found: Attempt, kind: FaultKind, reached: int) -> None:
+    """It has begun with step 7, came so far, and rank 1 failed."""
+    found.heard_step(0, m.Begin(step=7, durable=0, buffer_fd=-1))
+    found.heard_step(0, m.Status(step=reached, durable=0, tick=1, phase="data"))
+    ladder(found).faults.append(Fault(kind=kind, rank=1, cause="", step=7, seen_ns=1))
 
 
 def test_one_from_which_no_rank_came_back_is_the_last(tmp_path: Path) -> None:

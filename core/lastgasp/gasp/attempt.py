@@ -94,6 +94,8 @@ class Attempt:
     """When the first rank began to train and when the first fault was seen, monotonic seconds."""
     moved: bool = False
     """An unprotected rank has completed a step, or something like it."""
+    raised: int = 0
+    """In how many recoveries in place in a row a rank has raised before there was a new step."""
 
     @classmethod
     def of(cls, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
@@ -210,20 +212,26 @@ class Attempt:
     def learns(self, before: Attempt) -> None:
         """A recovery in place that led to no new step is not tried again: the next one would cost as much time.
 
-        A process that is killed meanwhile says nothing of the next one.
+        A process that is killed meanwhile says nothing of the next one. What raises once more may pass a little later
+        (a file server), and has taken no long wait: it is tried again, unless the next one ends so, too.
         """
         machine, earlier = self.machine, before.machine
         if not (isinstance(machine, Ladder) and isinstance(earlier, Ladder)):
             return
         machine.unwise = earlier.unwise
+        self.raised = 0 if before.entered and before.progressed_now else before.raised
         if before.hello.attempt == self.hello.attempt:
             machine.slow = earlier.slow
         elif earlier.again is not None:
             machine.unwise = "no rank came back in an earlier recovery in place of this job"
         failed = [fault for fault in earlier.faults if fault.kind in ("hang", "exception")]
         if failed and before.entered and not before.progressed_now:
-            how = "hung" if failed[0].kind == "hang" else "raised an exception"
-            machine.unwise = f"rank {failed[0].rank} {how} in an earlier recovery in place of this job"
+            self.raised += 1
+            hung = [fault for fault in failed if fault.kind == "hang"]
+            if hung:
+                machine.unwise = f"rank {hung[0].rank} hung in an earlier recovery in place of this job"
+            elif self.raised > 1:
+                machine.unwise = "in the last two recoveries in place of this job a rank raised an exception"
 
     def took(self, rank: int, seconds: float) -> None:
         """A rank is about to begin, so long after its process was started."""

@@ -7,8 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from lastgasp.errors import CheckpointError
 from lastgasp.pytorch.loop.data_pass import DataPass, weakly
-from lastgasp.pytorch.position import STATEFUL, WORKERS
+from lastgasp.pytorch.position import CHANGED, STATEFUL, WORKERS
 
 log = logging.getLogger("lastgasp")
 
@@ -43,10 +44,11 @@ class Inexact:
 
     Args:
         note: is told what a resume could not restore.
+        stays: this process has trained before, so that its loaders may have, too.
     """
 
-    def __init__(self, rank: int, note: Callable[[str], None]) -> None:
-        self._rank, self._note = rank, note
+    def __init__(self, rank: int, note: Callable[[str], None], stays: bool = False) -> None:
+        self._rank, self._note, self._stays = rank, note, stays
         self._told: set[str] = set()
         self._first: Callable[[], Any] | None = None
 
@@ -67,7 +69,11 @@ class Inexact:
             self._told.add(EPOCHS)
 
     def tell(self, one: DataPass, resumed: bool) -> None:
-        """A pass has begun."""
+        """A pass has begun.
+
+        Raises:
+            CheckpointError: it is other data than those that were due, which the loaders of a new process may give.
+        """
         if one.over and _begins_late(one.loader) and PERSISTENT not in self._told:
             self._note(PERSISTENT)
             self._told.add(PERSISTENT)
@@ -75,6 +81,8 @@ class Inexact:
         if not reason:
             return
         if resumed and one.consumed and not one.over:
+            if reason == CHANGED and self._stays:
+                raise CheckpointError(f"this training cannot go on in its process: {reason}")
             own = f"{WORKERS}: where they draw any (augmentation), this run draws other ones"
             self._note(own if reason == WORKERS else f"the data may not be those that were due: {reason}")
         elif reason not in self._told and self._rank == 0:

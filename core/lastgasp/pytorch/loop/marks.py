@@ -140,6 +140,7 @@ class LoopMarks:
         except BaseException:
             if self._ranges is not None:
                 self._ranges.backward.cancel()
+            self._backward_over()  # a signal's handler raises behind it (a loader's worker has died): gradients are out
             raise
         if self._ranges is not None:
             self._ranges.backward.end()

@@ -114,8 +114,8 @@ class Run:
             raise
         if held is not None and held.life is None:  # ranks are given what others hold only where all are alike
             self.life.alike_before = True
-        self.engine = self.life.session
-        self._inexact, self.unknown_loaders = Inexact(self.rank, self.engine.note), UnknownLoaders(self.engine.note)
+        self.engine, note = self.life.session, self.life.session.note
+        self._inexact, self.unknown_loaders = Inexact(self.rank, note, bool(held and held.life)), UnknownLoaders(note)
         self.life.on_close(self.recorder.close, last=True)
         self.life.on_close(self.book.close)
         self._account(not_kept)
