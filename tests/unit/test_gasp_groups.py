@@ -15,8 +15,10 @@ from lastgasp.errors import ControlError, ProtocolError
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.admission import NotYet, WholeJobRefused, admit, is_newer
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.groups import MOST, MOST_UNPACKED, pack, unpack
+from lastgasp.gasp.ladder import Ladder
 from lastgasp.topology import ReplicaGroups, data_parallel
 from support.switch_job import hello
 
@@ -111,6 +113,25 @@ def test_a_later_training_of_the_script_may_have_other_settings_once_all_have_en
     assert asks() == "" and is_newer(later, job) and not is_newer(hello(0, 2), job)
     assert job.leaves(later) == (sys.maxsize, False), "an arena of the training before is not of this one"
     assert job.leaves(msgspec.structs.replace(later, attempt=1)) == (0, False)
+
+
+def test_only_the_incarnation_that_runs_or_was_agreed_on_is_let_in() -> None:
+    """One that was replaced, or cut off meanwhile, carries an older one."""
+    job = Attempt.of(hello(0, 2, incarnation=1))
+
+    def refused(incarnation: int, current: Attempt | None = job) -> bool:
+        own = hello(1, 2, incarnation=incarnation, nonce=b"n", mac=m.proof("token", "rank", b"n", 1))
+        try:
+            admit(own, b"n", "token", current, None)
+        except ControlError as error:
+            return f"incarnation {incarnation} " in str(error)
+        return False
+
+    assert [refused(number) for number in range(4)] == [True, False, True, True]
+    assert isinstance(job.machine, Ladder)
+    job.machine.again = Again(incarnation=2, step=7, source=0, takers=(1,), lost=(1,), port=1)
+    assert [refused(number) for number in range(4)] == [True, False, False, True]
+    assert [refused(number, None) for number in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigterm"])
