@@ -173,6 +173,17 @@ def test_a_micro_step_is_that_of_all_its_seats(tmp_path: Path, monkeypatch: pyte
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "2")
 
 
+def test_a_loss_of_an_evaluation_counts_as_with_all_ranks(tmp_path: Path) -> None:
+    """Trainer multiplies it by their number, also of models that do not divide by the tokens of all ranks."""
+    one = trainer(tmp_path, Numbers())
+    number_as(0, 2)
+    one.compute_loss = lambda: one.args.world_size
+    one._get_num_items_in_batch = lambda samples, device: torch.tensor(6)
+    seats_of(one, 0, 2)
+    assert (one.compute_loss(), one.args.world_size) == (RANKS, 2)
+    assert float(one._get_num_items_in_batch([{}], "cpu")) == 6 * RANKS / 2
+
+
 @pytest.mark.usefixtures("alone")
 def test_whatever_a_micro_batch_exchanges_is_seen() -> None:
     """By functional collectives, by names that were imported before, in a backward pass; not what DDP does."""

@@ -103,8 +103,9 @@ class Seats:
         Args:
             replace: puts a function around a method, until the end of this call of `train`.
         """
-        for name in ("get_train_dataloader", "training_step", "floating_point_ops", "set_initial_training_values",
-                     "_get_num_items_in_batch", "_track_num_input_tokens", "_save_rng_state"):  # fmt: skip
+        for name in ("get_train_dataloader", "training_step", "compute_loss", "floating_point_ops",
+                     "set_initial_training_values", "_get_num_items_in_batch",
+                     "_track_num_input_tokens", "_save_rng_state"):  # fmt: skip
             replace(self._trainer, name, getattr(self, f"_around_{name.lstrip('_')}"))
         around_exchanges(replace, self._calls)
 
@@ -181,7 +182,9 @@ class Seats:
     def _around_get_num_items_in_batch(self, original: Any, samples: list[Any], device: Any) -> Any:
         """Of all micro-batches of the step together, or of each seat's where ranks count their own alone."""
         if not samples or not isinstance(samples[0], Parts):
-            return original(samples, device)
+            found = original(samples, device)  # of an evaluation: as of all ranks, whose number multiplies its loss
+            several = found is not None and self._trainer.args.average_tokens_across_devices
+            return found / self.part if several else found
         self._new_step = True
         if self._trainer.args.average_tokens_across_devices:
             return original([one for parts in samples for one in parts], device)
@@ -203,6 +206,11 @@ class Seats:
         self._before = 0.0, False
         shared.put_buffers_back(self.first.buffers)
         return total
+
+    def _around_compute_loss(self, original: Any, *args: Any, **options: Any) -> Any:
+        """In an evaluation, too, Trainer multiplies the loss of some models by the number of ranks."""
+        with contextlib.nullcontext() if self._within else numbered(self.first.number, self.complete):
+            return original(*args, **options)
 
     def weighed(self, loss: Any, before_backward: Callable[[Any], object]) -> Any:
         """A loss that is about to go backward, as what it counts of the step.
