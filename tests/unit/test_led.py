@@ -24,7 +24,8 @@ class Here:
     def __init__(self, own: bytes = b"own") -> None:
         self.bound: list[Any] = []
         self.why = ""
-        session = SimpleNamespace(auxiliary=lambda step, seconds: {0: b"other"}, status=SimpleNamespace(durable=3))
+        status = SimpleNamespace(durable=3, no_fewer="")
+        session = SimpleNamespace(auxiliary=lambda step, seconds: {0: b"other"}, status=status)
         self.life = life = SimpleNamespace(session=session, alike=True)
         life.bind = lambda training: self.bound.append(training.source)
         life.place = SimpleNamespace(rank=1)

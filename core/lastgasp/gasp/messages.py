@@ -60,7 +60,7 @@ from .wire import proven as proven
 
 T = TypeVar("T")
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_GREETING, MAX_FRAME = 64 * 1024, 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
