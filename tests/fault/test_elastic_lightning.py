@@ -116,27 +116,22 @@ def test_in_any_order_the_result_may_differ_in_the_last_bits(tmp_path: Path, und
 
 
 @pytest.mark.full
-def test_without_an_elastic_loader_the_job_restarts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("--plain", "does not train with an ElasticLoader"),
+        # By functional collectives, which no strategy sees: three ranks would do it four times.
+        ("--exchanges", "its micro-batches exchange something with other ranks"),
+    ],
+)
+def test_what_cannot_go_on_with_fewer_ranks_restarts(more: str, why: str, tmp_path: Path) -> None:
     """And the incident says why."""
     directory = tmp_path / "d"
     directory.mkdir()
-    faults, command = "kind=sigkill,rank=2,step=3,phase=backward", job(directory, "--plain")
-    where = faulted(tmp_path, command, directory, faults)
+    where = faulted(tmp_path, job(directory, more), directory, "kind=sigkill,rank=2,step=3,phase=backward")
     [incident] = incidents(directory)
     assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), where
-    assert "does not train with an ElasticLoader" in incident.not_in_place
-
-
-@pytest.mark.full
-def test_micro_batches_that_exchange_something_are_left_to_the_restart(tmp_path: Path) -> None:
-    """By functional collectives, which no strategy sees: three ranks would do it four times."""
-    directory = tmp_path / "d"
-    directory.mkdir()
-    faults, command = "kind=sigkill,rank=2,step=3,phase=backward", job(directory, "--exchanges")
-    where = faulted(tmp_path, command, directory, faults)
-    [incident] = incidents(directory)
-    assert (incident.rung, incident.ending, incident.steps_lost) == ("", "saved", 0), where
-    assert "its micro-batches exchange something with other ranks" in incident.not_in_place
+    assert why in incident.not_in_place
 
 
 @pytest.mark.full

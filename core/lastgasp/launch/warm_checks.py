@@ -30,6 +30,8 @@ Trainer, gives memory back: jemalloc holds all its locks while a process forks, 
 NVML = re.compile(r"cuda[0-9a-f]{11}")
 """Names of the thread that NVML leaves behind when it is closed (`close_nvml`; driver 580): no device is open by then,
 and children of a process that has one were seen to use the GPU."""
+NVML_OPENED = 10_000
+"""How often imports may have opened it."""
 BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWORKX_"}
 """Modules that go through all variables when they are imported, and how the names begin that they take."""
 AT_LOADING = (
@@ -122,8 +124,9 @@ def close_nvml() -> None:
     if not loaded or getattr(sys.modules.get("pynvml"), "_nvmlLib_refcount", False):
         return
     library = ctypes.CDLL("libnvidia-ml.so.1")
-    while library.nvmlShutdown() == 0:  # one for each nvmlInit
-        pass
+    for _ in range(NVML_OPENED):  # one for each nvmlInit; a stand-in for the library may never say that it is closed
+        if library.nvmlShutdown() != 0:
+            break
 
 
 def times(modules: Mapping[str, str]) -> dict[str, int]:
