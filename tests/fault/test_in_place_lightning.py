@@ -124,6 +124,18 @@ def test_a_killed_rank_0_is_replaced_and_each_step_is_logged_once(tmp_path: Path
     assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
 
 
+def test_a_script_that_imports_pytorch_lightning_is_protected_alike(tmp_path: Path, undisturbed: Any) -> None:
+    directory, script = tmp_path / "d", tmp_path / "train.py"
+    text = WORKER.read_text().replace("lightning.pytorch", "pytorch_lightning")
+    script.write_text(text.replace("lastgasp_lightning", "lastgasp_pytorch_lightning"))
+    command = run(script, "--dir", directory)
+    with disturbed(tmp_path, command, "kind=sigkill,rank=1,step=8,phase=backward") as started:
+        pass
+    check_in_place(directory, started, 2, replaced=1)
+    check_same(directory, undisturbed(2))
+    assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
+
+
 def test_a_step_that_failed_is_done_again(tmp_path: Path, undisturbed: Any) -> None:
     directory = tmp_path / "d"
     faults = "kind=exception,rank=1,step=8,phase=backward"

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
 from lastgasp.adapter import NotSaveable, RankStatus
-from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.compat import Undo, WeightAveraging, replace_method
 
 _AVERAGE = "lastgasp_average"
 

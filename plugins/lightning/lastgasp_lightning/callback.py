@@ -26,7 +26,7 @@ from lastgasp_lightning.again import IN_PLACE, recovery_for, tell, watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.logversions import watch_versions
-from lastgasp_lightning.ranks import require_supported
+from lastgasp_lightning.ranks import require_same_lightning, require_supported
 from lastgasp_lightning.run import LightningRun
 from lastgasp_lightning.tuner import is_smoke_test, is_tuner_run
 
@@ -111,10 +111,12 @@ class LastGasp(Enters, Callback):
         """Check, connect to the controller, select the checkpoint to resume from. All ranks do this together.
 
         Raises:
-            ConfigError: an unsupported strategy, or a directory that cannot be written.
+            ConfigError: an unsupported strategy, a Trainer of the other Lightning, or a directory that cannot be
+                written.
             ControlError: this rank was refused by the controller (another version, other settings).
             NoGoodCheckpoint: there are checkpoints, and none can be trusted.
         """
+        require_same_lightning(trainer)
         if stage != "fit" or is_tuner_run(trainer):
             return
         if is_smoke_test(trainer):

@@ -6,12 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning
+from lightning.pytorch import callbacks
 
 from lastgasp.adapter import LastgaspError, Undo, replace_attribute
 
-__all__ = ["LightningChanged", "Undo", "check", "own_dict", "replace_method", "require"]
+__all__ = ["LightningChanged", "Undo", "WeightAveraging", "check", "own_dict", "replace_method", "require"]
 
 _KNOWN = "2.6"
+
+
+class _Nobody(callbacks.Callback):
+    """A class of a callback that this Lightning does not have."""
+
+
+WeightAveraging: type[callbacks.Callback] = getattr(callbacks, "WeightAveraging", _Nobody)  # Lightning 2.6
 
 
 class LightningChanged(LastgaspError):

@@ -6,16 +6,30 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lastgasp.adapter import ConfigError, Contact, Place, contact_of, data_parallel, place_in_job
 from lastgasp.adapter.torch import from_rank_0
+from lastgasp_lightning.compat import WeightAveraging
 
 _FSDP = (
     "Its FSDP1 is deprecated in torch, and flattens parameters into one tensor. Use ModelParallelStrategy with "
     "fully_shard in configure_model() (docs/sharded.md), or take LastGasp out of the callbacks."
 )
+
+
+def require_same_lightning(trainer: Any) -> None:
+    """Lightning is published under two names, whose classes are not the same.
+
+    Raises:
+        ConfigError: the trainer is not of the one that this plugin is for.
+    """
+    if isinstance(trainer, Trainer):
+        return
+    theirs = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__name__ == "Trainer").split(".")[0]
+    raise ConfigError("trainer", f"a Trainer of {theirs}", f"one of {Trainer.__module__.rpartition('.trainer.')[0]}",
+                      f"Write `from lastgasp_{theirs} import LastGasp`.")  # fmt: skip
 
 
 def require_supported(trainer: Any) -> None:

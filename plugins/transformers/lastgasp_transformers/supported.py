@@ -46,8 +46,9 @@ def require_supported(trainer: Any, trial: Any) -> None:
     """
     args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
     plain = kind == "NO" or (kind.startswith("MULTI_") and trainer.accelerator.parallelism_config is None)
+    loads_in_parts = getattr(trainer, "is_distributed_loading_by_transformers", False)  # transformers 5.23
     for field, value, bad, allowed in (
-        ("distributed_type", kind, not plain or trainer.is_distributed_loading_by_transformers, "DDP or one device"),
+        ("distributed_type", kind, not plain or loads_in_parts, "DDP or one device"),
         ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
         ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
         ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),

@@ -64,6 +64,7 @@ _OURS = (
     "lastgasp",
     "lastgasp_lightning",
     "lastgasp_megatron",
+    "lastgasp_pytorch_lightning",
     "lastgasp_transformers",
 )
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
