@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lastgasp import exitcodes
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
 from support import card
@@ -216,10 +217,12 @@ def test_an_async_save_under_way_is_abandoned(
     ("variables", "why"),
     [
         ({"LASTGASP_RECOVERY": "retry"}, "recovery=retry: no rank is replaced"),
+        ({"LASTGASP_RECOVERY": "replace", "LASTGASP_FAULT": "kind=exception,rank=0,step=6,phase=backward"},
+         "recovery=replace: no step is tried again"),
         ({"LASTGASP_FAULT": "kind=sigkill,rank=0,step=0,phase=forward"}, ""),
     ],
-    ids=["retry-only", "before-a-step"],
-)
+    ids=["retry-only", "replace-only", "before-a-step"],
+)  # fmt: skip
 def test_what_is_not_answered_in_place_restarts(
     variables: dict[str, str], why: str, tmp_path: Path, expected: Any
 ) -> None:
@@ -230,6 +233,20 @@ def test_what_is_not_answered_in_place_restarts(
     assert why in incident.not_in_place, started.output[-6000:]
     assert incident.rung == "" and len(pids(job, 1)) == 2
     check_losses(job, expected("--bf16"), started.output[-6000:])
+
+
+@pytest.mark.full
+def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, expected: Any) -> None:
+    """By Megatron's own form of the setting."""
+    job = job_in(tmp_path, "--bf16 --lastgasp-recovery save")
+    fault = {"LASTGASP_FAULT": "kind=sigkill,rank=0,step=6,phase=backward"}
+    first = job.run({"LASTGASP_WARM": "off"} | fault, timeout=400.0)
+    assert first.returncode == exitcodes.SAVED, first.output[-6000:]
+    [incident] = incidents(job.checkpoints)
+    assert (incident.ending, incident.step_saved, incident.not_in_place) == ("saved", 6, "recovery=save")
+    second = job.run({"LASTGASP_WARM": "off"}, timeout=400.0)
+    assert second.ok, second.output[-6000:]
+    check_losses(job, expected("--bf16"), second.output[-6000:])
 
 
 @pytest.mark.full

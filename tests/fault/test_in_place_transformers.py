@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,16 @@ import pytest
 
 pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
+from lastgasp import exitcodes
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
-from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support.launchers import LIMIT, SUPPORT, Running, incidents, run, running, undisturbed_jobs, until
+from support import again_faults
+from support.disturbed import disturbed, lines
+from support.launchers import SUPPORT, Running, finish, incidents, run, undisturbed_jobs
+from support.matrix import SAVE_STEP, STEP
+from support.transformers_matrix import EVALUATED, MOMENTS, TransformersCase
 
 WORKER = SUPPORT / "train_again_transformers.py"
-READY = "a restart will fork its ranks from a warm process"
 LAYOUT = DirectoryLayout("checkpoint-[0-9]*")
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,32 +37,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return undisturbed_jobs(tmp_path_factory, lambda folder, ranks, *more: job(ranks, folder, *more))
 
 
-@contextmanager
-def disturbed(folder: Path, command: list[str], faults: str, **more: str) -> Iterator[Running]:
-    """A job whose faults come once a warm process is ready; it ends well."""
-    directory, log = folder / "d", folder / "faults.log"
-    directory.mkdir(exist_ok=True)
-    variables = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto", "LASTGASP_FAULT_LOG": str(log)}
-    variables |= {"LASTGASP_FAULT": faults} | more
-    with running(folder, command, **variables) as [started]:
-        until(lambda: READY in started.output, "the warm process is ready", LIMIT)
-        (directory / "go").touch()
-        yield started
-        assert started.code() == 0, started.output[-6000:]
-    assert len(read_log(log)) == len(faults.split(";")), started.output[-6000:]
+CUT_SHORT = "step 6 was cut short after its update by InjectedFault: "
 
 
-def lines(directory: Path, rank: int, what: str) -> list[list[str]]:
-    """What a rank has noted about itself."""
-    return [line.split()[1:] for line in (directory / f"rank-{rank}").read_text().splitlines() if line.startswith(what)]
-
-
-def check(directory: Path, job: Running, expected: Path, ranks: int, *faults: tuple[int | None, int]) -> None:
+def check(
+    directory: Path, job: Running, expected: Path, ranks: int, *faults: tuple[int | None, int], noted: str = ""
+) -> None:
     """Each fault, given by the rank that was replaced and the step that was gone on from, was answered in place."""
     where = job.output[-6000:]
     found = [(one.ending, one.rung, one.steps_lost) for one in incidents(directory)]
     assert found == [("in_place", "retry" if lost is None else "replace", 0) for lost, _ in faults], where
-    assert [one.notes for one in incidents(directory)] == [[]] * len(faults), where
+    notes = [note for one in incidents(directory) for note in one.notes]
+    assert len(notes) == bool(noted) and all(note.startswith(noted) for note in notes), (notes, where)
     for rank in range(ranks):
         entered, left = lines(directory, rank, "entered"), lines(directory, rank, "left")
         assert [int(begun) for _, begun in entered] == [0, *(step for _, step in faults)], where
@@ -104,11 +92,57 @@ def test_shapes_and_moments(
     check(directory, started, undisturbed(ranks, *more), ranks, *expected)
 
 
+def matrix() -> list[TransformersCase]:
+    """Every kind at every moment, on either rank by turns."""
+    product = itertools.product(("sigkill", "exception", "sigstop"), MOMENTS)
+    turns = zip(product, itertools.cycle(("first", "last")), strict=False)
+    return [TransformersCase(*one, rank, "run") for one, rank in turns if "gasp_save" not in one]
+
+
+@pytest.mark.product
+@pytest.mark.full
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_each_fault_at_each_moment(case: TransformersCase, tmp_path: Path, undisturbed: Any) -> None:
+    directory, raised = tmp_path / "d", case.kind == "exception"
+    variables = {"LASTGASP_HANG_TIMEOUT": "20"} if case.kind == "sigstop" else {}
+    with disturbed(tmp_path, job(2, directory), case.faults, **variables) as started:
+        pass
+    begun = {int(lines(directory, rank, "entered")[-1][1]) for rank in range(2)}
+    step = {"validation": EVALUATED, "periodic_save": SAVE_STEP}.get(case.moment, STEP)
+    assert begun in ({step}, {step + 1}), started.output[-6000:]
+    [goes_on] = begun
+    noted = CUT_SHORT if raised and case.moment in ("after_update", "step_end") else ""
+    check(directory, started, undisturbed(2), 2, (None if raised else case.victim, goes_on), noted=noted)
+
+
+@pytest.mark.product
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("point", "who"),
+    [*itertools.product(("step left", "let go"), "02"), *itertools.product(("meets", "entered"), "012")],
+)
+def test_a_death_at_each_point_of_a_recovery_loses_no_step(
+    point: str, who: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Rank 1 of three has a new process; a survivor dies, or that one. The step is on disk."""
+    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self"}
+    faults = "kind=sigkill,rank=1,step=5,phase=backward"
+    with disturbed(tmp_path, job(3, directory), faults, **second) as started:
+        pass
+    where = started.output[-6000:]
+    assert (directory / "second").exists(), where
+    assert not any(one.steps_lost for one in incidents(directory)), (incidents(directory), where)
+    begun = [[int(step) for _, step in lines(directory, rank, "entered")] for rank in range(3)]
+    assert all((steps[0], steps[-1]) == (0, 5) for steps in begun), (begun, where)
+    assert differences(directory / "final.pt", undisturbed(3)) == [], where
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("recovery", "more", "why"),
     [
         ("retry", [], "recovery=retry: no rank is replaced"),
+        ("replace", [], "recovery=replace: no step is tried again"),
         ("restart", [], ""),
         ("auto", ["--twice"], "not every rank can be entered again"),
     ],
@@ -117,7 +151,8 @@ def test_what_is_not_answered_in_place_restarts(
     recovery: str, more: list[str], why: str, tmp_path: Path, undisturbed: Any
 ) -> None:
     directory = tmp_path / "d"
-    faults = "kind=sigkill,rank=0,step=5,phase=backward"
+    kind = "exception" if recovery == "replace" else "sigkill"
+    faults = f"kind={kind},rank=0,step=5,phase=backward"
     with disturbed(tmp_path, job(2, directory, *more), faults, LASTGASP_RECOVERY=recovery) as started:
         pass
     [incident] = incidents(directory)
@@ -126,6 +161,22 @@ def test_what_is_not_answered_in_place_restarts(
     line = "this training cannot be entered again: it is not the first training of its script"
     assert (line in started.output) == bool(more)
     assert differences(directory / "final.pt", undisturbed(2, *more)) == []
+
+
+@pytest.mark.full
+def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, undisturbed: Any) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    (directory / "go").touch()
+    variables = {"LASTGASP_WARM": "off", "LASTGASP_RECOVERY": "save"}
+    faults = "kind=exception,rank=1,step=5,phase=backward"
+    first = finish(job(2, directory), tmp_path, LASTGASP_FAULT=faults, **variables)
+    assert first.returncode == exitcodes.SAVED, first.output[-6000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.not_in_place) == ("saved", 5, "recovery=save")
+    assert finish(job(2, directory), tmp_path, **variables).ok
+    assert [int(step) for _, step in lines(directory, 0, "entered")] == [0, 5]
+    assert differences(directory / "final.pt", undisturbed(2)) == []
 
 
 @pytest.mark.full

@@ -1,4 +1,5 @@
-"""A second fault at a chosen point of a recovery in place: a process is killed when another one comes to that point."""
+"""A second fault at a chosen point of a recovery in place: when a process comes to that point, it or another one is
+killed, or stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "TEST_SECOND_FAULT"
-"""POINT,WHO,VICTIM: `WHO` is a rank or `launcher`, `VICTIM` is `self`, `launcher` or a rank."""
+"""POINT,WHO,VICTIM: `WHO` is a rank or `launcher`, `VICTIM` is `self`, `launcher` or a rank; with `,stop` it hangs."""
 AFTER = "TEST_SECOND_AFTER"
 """A file: it is not the second fault before that is there."""
 DEVICE = "TEST_DEVICE_FAULT"
@@ -47,6 +48,11 @@ FROM_FILES = IN_RANK | {
     "entered": "lastgasp_megatron.run:Run.choose",
 }
 """The same, for a training that begins again with the checkpoint that was just saved."""
+OF_TRAINER = FROM_FILES | {
+    "meets": "lastgasp.pytorch.from_files:EnteredFromFiles.meet",
+    "entered": "lastgasp_transformers.run:Run.train",
+}
+"""The same of Hugging Face's Trainer."""
 IN_LAUNCHER = {
     "verdict": "lastgasp.gasp.ladder:Ladder._carry_out",
     "fork": "lastgasp.launch.in_place:InPlace._replace",
@@ -77,7 +83,7 @@ def _after(first: Callable[[], None], function: Any) -> Any:
 
 def at(point: str) -> None:
     """This process is there; nothing happens before the first fault, nor twice."""
-    wanted, who, victim = (os.environ.get(VARIABLE) or ",,").split(",")
+    wanted, who, victim, *stops = (os.environ.get(VARIABLE) or ",,").split(",")
     if (point, os.environ.get("RANK", "launcher")) != (wanted, who):
         return
     directory = Path(os.environ[FOLDER])
@@ -87,7 +93,8 @@ def at(point: str) -> None:
         os.close(os.open(directory / "second", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
-    kill(_pid(victim, directory))
+    pid = _pid(victim, directory)
+    os.kill(pid, signal.SIGSTOP) if stops else kill(pid)
 
 
 def device_fault(step: int, text: str = os.environ.get(DEVICE, "")) -> None:

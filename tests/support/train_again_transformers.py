@@ -58,6 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     card.one_card()
+    again_faults.install(args.dir, again_faults.OF_TRAINER)
     wanted, ours = arguments(str(args.dir), args.shape), LastGasp()
     rows = 12 * wanted.world_size
     if args.name:

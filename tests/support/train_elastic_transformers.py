@@ -27,7 +27,6 @@ from support.again_faults import note
 from support.train_elastic import GATES, newcomer
 from support.train_transformers import LENGTH, VOCABULARY, OwnRandomNumbers, model, result
 
-POINTS = again_faults.FROM_FILES | {"entered": "lastgasp_transformers.run:Run.train"}
 ROWS = 44
 """The last micro-step of an epoch has half as many new ones as ranks want: accelerate begins again with the first."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--resume", help="for Trainer.train")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    again_faults.install(args.dir, POINTS)
+    again_faults.install(args.dir, again_faults.OF_TRAINER)
     newcomer(args.dir, os.environ.get(JOINS, ""))
     given: dict[str, Any] = {
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 2.0, "optim": "sgd",

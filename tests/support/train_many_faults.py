@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgasp.pytorch import Session, TorchState, train
+from support.held import held, more
 
 APART, WIDTH = 4, 20_000
 """Steps between two faults; 2.6 MB of parameters and moments, so that a copy that is kept would show."""
@@ -100,37 +101,15 @@ def _compare(directory: Path, alive: Callable[[], object]) -> None:
     if not first.exists():
         first.write_text(_held(directory))
         return
-    _wait(lambda: not _more(first.read_text(), _held(directory)) or time.monotonic() > deadline, alive)
-    (directory / "more").write_text(_more(first.read_text(), _held(directory)))
+    _wait(lambda: not more(first.read_text(), _held(directory), MEMORY) or time.monotonic() > deadline, alive)
+    (directory / "more").write_text(more(first.read_text(), _held(directory), MEMORY))
 
 
 def _held(directory: Path) -> str:
-    """kB, descriptors, threads and children, of this process and the launcher.
-
-    The memory is what is theirs alone: they share pages with whatever was forked from the same process, and their part
-    of those grows when another one ends.
-    """
+    """By this process and the launcher."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is not in use
-    return "\n".join(" ".join(map(str, _of(pid))) for pid in ("self", (directory / "launcher").read_text()))
-
-
-def _of(pid: str) -> tuple[int, int, int, int]:
-    place = Path("/proc", pid)
-    sizes = dict(line.split(":") for line in (place / "smaps_rollup").read_text().splitlines()[1:])
-    children = sum(len(path.read_text().split()) for path in place.glob("task/*/children"))
-    kept = int(sizes["Private_Dirty"].split()[0])
-    return kept, len(os.listdir(place / "fd")), len(os.listdir(place / "task")), children
-
-
-def _more(before: str, now: str) -> str:
-    """What has grown, with its numbers; empty where nothing has."""
-    found = []
-    for who, one, two in zip(("rank 1", "launcher"), before.splitlines(), now.splitlines(), strict=True):
-        (kb, *counts), (kb_now, *counts_now) = (tuple(map(int, line.split())) for line in (one, two))
-        if kb_now > kb + MEMORY or any(b > a for a, b in zip(counts, counts_now, strict=True)):
-            found.append(f"{who}: {one} -> {two}")
-    return "\n".join(found)
+    return held("self", (directory / "launcher").read_text())
 
 
 if __name__ == "__main__":
