@@ -258,6 +258,17 @@ def test_jobs_as_users_write_them(shape: str, tmp_path: Path, undisturbed: Any) 
     check_same(directory, undisturbed(2, *more))
 
 
+def test_ranks_that_wait_between_two_updates_of_a_batch_lose_no_step(tmp_path: Path, undisturbed: Any) -> None:
+    """Rank 1 is killed in the second backward pass, behind the first optimizer's update; then all of it again."""
+    directory, more = tmp_path / "d", ["--shape", "manual"]
+    faults = "kind=sigkill,rank=1,step=6,phase=backward;kind=exception,rank=0,step=10,phase=backward,incarnation=1"
+    with disturbed(tmp_path, job(run, 2, directory, *more), faults) as started:
+        pass
+    found = [(one.ending, one.step_saved, one.steps_lost) for one in incidents(directory)]
+    assert found == [("in_place", 6, 0), ("in_place", 10, 0)], started.output[-6000:]
+    check_same(directory, undisturbed(2, *more))
+
+
 @pytest.mark.full
 def test_parameters_that_are_others_than_at_the_start_cost_a_restart(tmp_path: Path) -> None:
     """ModelPruning has changed them at the end of the first epoch; what a restart does not restore is noted."""

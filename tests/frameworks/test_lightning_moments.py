@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
+from frameworks.fit_rig import AsOneOfSeveral, Boom, Job, Small, data, fit, gasp_of, seed, weights
 from lastgasp.adapter import NotSaveable, RankStatus
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch import rng
@@ -24,18 +24,6 @@ from lastgasp_lightning import LastGasp
 from lastgasp_lightning.buffers import Exchange
 from lastgasp_lightning.testing import FaultCallback
 from support.launchers import incidents
-
-
-def gasp_of(trainer: Any) -> Any:
-    (found,) = (cb for cb in trainer.callbacks if isinstance(cb, LastGasp))
-    return found
-
-
-class AsOneOfSeveral(L.Callback):
-    """Has a lone rank capture what the ranks of a larger job capture."""
-
-    def on_train_start(self, trainer: L.Trainer, *args: object) -> None:
-        gasp_of(trainer)._run.state._single = False
 
 
 def left_by_a_kill(trainer: Any) -> tuple[dict[str, Tensor], bytes]:

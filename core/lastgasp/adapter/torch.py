@@ -31,8 +31,10 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.from_files import EnteredFromFiles, Files
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
+from lastgasp.pytorch.loop.copies import Copies, address
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
+from lastgasp.pytorch.loop.optimizer_update import collectives_begun
 from lastgasp.pytorch.loop.outside import ReplicaWatch, watch_replicas
 from lastgasp.pytorch.loop.ranks import connect, from_rank_0, local, place_of
 from lastgasp.pytorch.loop.record import Buckets as BucketLayouts
@@ -89,6 +91,7 @@ __all__ = [
     "Closure",
     "Collectives",
     "CommunicationMarks",
+    "Copies",
     "ElasticLoader",
     "EnteredFromFiles",
     "EpochPosition",
@@ -117,11 +120,13 @@ __all__ = [
     "Unsaved",
     "UnsavedData",
     "UnsavedOptimizers",
+    "address",
     "as_rank",
     "as_tensor",
     "at_first_bytes",
     "buffer_values",
     "buffers_of",
+    "collectives_begun",
     "connect",
     "contribute",
     "decode_aux",

@@ -148,9 +148,12 @@ def wrap_batch_end(module: Any, before: _Event, after: _Event) -> Undo:
     return replace_method(module, "on_train_batch_end", make)
 
 
-def never_saved(module: Any) -> str:
-    """In which code of the module an exception leaves a state that its rank cannot save; empty if in none."""
-    manual = "training_step behind an optimizer.step()" if not module.automatic_optimization else ""
+def never_saved(module: Any, copied: bool) -> str:
+    """In which code of the module an exception leaves a state that its rank cannot save; empty if in none.
+
+    copied: the step before is kept while `training_step` makes its updates.
+    """
+    manual = "" if module.automatic_optimization or copied else "training_step behind an optimizer.step()"
     own = "the module's own on_train_batch_end" if is_overridden("on_train_batch_end", module) else ""
     return " or ".join(filter(None, (manual, own)))
 

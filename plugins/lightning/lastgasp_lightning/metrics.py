@@ -40,6 +40,19 @@ class OwnAccumulators:
         self._seen: list[Any] = []
         self._types: list[torch.dtype | None] = []
         self._head, self._encoded = b"", b""
+        self._unsettled: bytes | None = None
+        self._more = False
+
+    def at(self, settled: bool) -> bytes:
+        """For a record; none where the rank may be killed before it logs what it has always logged behind an update.
+
+        That is in manual optimization: who resumes takes another rank's then, and says so.
+        """
+        found = self.encode()
+        if settled and self._unsettled is not None and self._unsettled is not found:
+            self._more = self._more or not self._epoch.trainer.lightning_module.automatic_optimization
+        self._unsettled = None if settled else found
+        return found if settled or not self._more else b""
 
     def encode(self) -> bytes:
         """Their current values; the same object as before if nothing has changed."""

@@ -52,6 +52,7 @@ from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.faults import kind_of
 from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.loggers import LogRecord
+from lastgasp_lightning.manual import StepCopies
 from lastgasp_lightning.marks import LightningMarks
 from lastgasp_lightning.patches import hold_observer, no_sigterm_broadcast
 from lastgasp_lightning.ranks import connect, is_sharded_by, place_of, require_supported_optimizers, versions
@@ -154,7 +155,10 @@ class LightningRun(Training):
 
     def _install(self) -> None:
         trainer, session, on_close = self.trainer, self.session, self.life.on_close
-        on_close(self.state.close, last=True)
+        state = self.state
+        if session.backend.backend == "embedded" and self.shards is None:
+            state.copies = StepCopies(session.status, lambda: state.gate(), lambda: state.recorder.queued.mark())
+        on_close(state.close, last=True)
         on_close(self.resume.uninstall)
         on_close(no_sigterm_broadcast(trainer))
         on_close(hold_observer(session))
@@ -248,7 +252,8 @@ class LightningRun(Training):
         self.elastic.found_rigid = self.session.status.found_rigid
         self._again_here.agree_on_fewer()
         life.begin(step, durable, users_handler=self.users_handler, device=str(strategy.root_device))
-        if self.place.world_size == 1 and (code := never_saved(self.trainer.lightning_module)):
+        copied = self.state.copies.copying
+        if self.place.world_size == 1 and (code := never_saved(self.trainer.lightning_module, copied)):
             log.info("an exception in %s cannot be answered with a save: without another rank, all steps since the "
                      "newest checkpoint are lost then", code)  # fmt: skip
         if reason := self.state.position.inexact:

@@ -26,6 +26,7 @@ from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buffers import Exchange, are_synced, with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
+from lastgasp_lightning.manual import StepCopies
 from lastgasp_lightning.metrics import OwnAccumulators, encode_results, unsaved
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter
 from lastgasp_lightning.thisfit import ThisFit
@@ -41,10 +42,6 @@ VERSION = 1
 
 
 def _nothing() -> None:
-    return None
-
-
-def _nothing_of(step: int) -> None:
     return None
 
 
@@ -64,7 +61,7 @@ class LightningState:
         gate: called once per batch before parameters change, and may block.
         say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
-        exchange: with which averaged weights a callback validates. Set before `install`.
+        exchange: with which averaged weights a callback validates; copies: in manual optimization. Both set before.
         shards: where each rank holds a part of the state; values: the `ValuesOfSteps`, if any. Set before `install`.
         completed: called for each step that `boundary` has not returned.
     """
@@ -90,7 +87,8 @@ class LightningState:
         self.shards: LightningShards | None = None
         self.values: Any = None
         self.exchange = Exchange(_nothing, None)
-        self.completed: Callable[[int], None] = _nothing_of
+        self.copies = StepCopies(None, _nothing, _nothing)
+        self.completed: Callable[[int], None] = lambda step: None
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -126,6 +124,7 @@ class LightningState:
             before_calls(trainer.fit_loop, "on_advance_end", self.before_side_effects),
             self.exchange.install(trainer),
             self._snapshots.saves.install(),
+            self.copies.install(trainer, self._holder),
         ]
 
     def uninstall(self) -> None:
@@ -187,6 +186,7 @@ class LightningState:
         self.moving.opens()
         self._capture_unsettled()
         self.gate()
+        self.copies.take()
 
     def before_backward(self) -> None:
         """Call before each backward pass: in it the ranks' gradients meet, and the others can make the step alone."""
@@ -209,9 +209,7 @@ class LightningState:
         """
         step = self._steps["completed"]
         snapshot = self.snapshot
-        if snapshot is not None and snapshot.step == step:
-            return None
-        if step == 0:
+        if step == 0 or (snapshot is not None and snapshot.step == step):
             return None
         self._fresh = True
         self._capture(step, fill=not self._later, settled=not self._later)
@@ -238,7 +236,7 @@ class LightningState:
         recorder = self._recorder
         if recorder is not None:
             recorder.extra = self.position.record(self._batches["ready"])
-            own = self._accumulators.encode() if not self._single else b""
+            own = self._accumulators.at(settled) if not self._single else b""
             logged, parts = self.logged(), self._parts
             if own is not parts[0] or logged is not parts[1]:
                 self._parts, recorder.tail = (own, logged), behind_position(own, logged)
@@ -274,7 +272,7 @@ class LightningState:
         if not self.watch.begun:
             return self.snapshot is not None
         if not finish_batch(self._trainer, self.watch):
-            return False
+            return self.copies.valid
         step = self._trainer.fit_loop.epoch_loop.global_step
         self._note(f"step {step} was cut short on rank {self._trainer.global_rank} after its update: loggers there, "
                    "and callbacks after the one that raised, have nothing of it")  # fmt: skip
@@ -297,13 +295,14 @@ class LightningState:
         Raises:
             NotSaveable: the live state is not that of `step`, or cannot be dumped without a collective.
         """
-        snapshot = self.require(step)
+        snapshot, has_copy = self.require(step), self.copies.valid
         if missing := self._snapshots.missing(snapshot, self.exchange.done):
             self._note(missing)
         self._refuse_collectives()
         checkpoint = self.dump_live()
-        if self.require(step) is not snapshot:
+        if self.require(step) is not snapshot or self.copies.valid != has_copy:
             raise NotSaveable(f"step {step} ended while it was being dumped")
+        self.copies.put(checkpoint, has_copy)
         own = self.recorder.read(step)
         aux_states = ({} if own is None else {self._trainer.global_rank: own}) | dict(aux or {})
         checkpoint[KEY] = self.at_boundary(checkpoint, snapshot, aux_states)
@@ -335,7 +334,7 @@ class LightningState:
             raise NotSaveable("no step has been completed yet")
         if self._in_module_hook:
             raise NotSaveable("the LightningModule's on_train_batch_end is running and may change weights")
-        if self.watch.begun:
+        if self.watch.begun and not self.copies.valid:
             raise NotSaveable(f"the update after step {snapshot.step} has begun; step {step} is gone")
         if snapshot.step != step:
             raise NotSaveable(f"this rank is at step {snapshot.step}, not at {step}")

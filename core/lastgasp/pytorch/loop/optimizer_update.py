@@ -61,7 +61,7 @@ class OptimizerUpdate:
         self._waited, self._since, self._idle = False, NOTHING, 0
         self.begins: _Event = _nothing_begins
         self._fresh = True
-        self._calls = _sequence_number()
+        self._calls = collectives_begun()
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         for optimizer in optimizers:
@@ -147,7 +147,7 @@ class OptimizerUpdate:
 
     def _called(self) -> bool:
         """Whether a collective began since the last update."""
-        return _sequence_number() != self._calls
+        return collectives_begun() != self._calls
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer is about to change parameters."""
@@ -180,7 +180,7 @@ class OptimizerUpdate:
         if self.updates == MANY and self.usual < MANY:
             log.warning("%d updates in one step: a step ends where the loop asks s.batches() for the next batch, or "
                         "calls s.updated(); a fault goes back to the end of a step", MANY)  # fmt: skip
-        self._calls = _sequence_number()
+        self._calls = collectives_begun()
 
     def _before_forward(self, module: Any) -> None:
         if self._fresh and not self.in_progress:
@@ -220,7 +220,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
-def _sequence_number() -> int:
+def collectives_begun() -> int:
     """Number of collectives that this rank has begun, of all groups; as far as torch counts them."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0

@@ -1,0 +1,108 @@
+"""Manual optimization: what is saved when a fault comes between two updates of one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from frameworks.fit_rig import AsOneOfSeveral, Boom, Job, fit, gasp_of, seed, weights
+from lastgasp.pytorch.aux_state import decode_aux
+from lastgasp_lightning.extra import split_extra
+from support.launchers import incidents
+
+
+class Gan(L.LightningModule):
+    """Two optimizers and a schedule in turn; raises in its fourth batch, behind so many updates."""
+
+    def __init__(self, raises: int | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization, self.raises = False, raises
+        self.one = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+        self.two = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1), nn.Dropout(0.3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        schedules: Any = self.lr_schedulers()
+        for number, (optimizer, schedule) in enumerate(zip(optimizers, schedules, strict=True)):
+            if batch_idx == 3 and self.raises == number:
+                raise Boom
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = self.two(self.one(batch[0]) + torch.randn(1)).pow(2).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            schedule.step()
+            self.log(f"loss-{number}", loss, on_epoch=True)
+        if batch_idx == 3 and self.raises == 2:
+            raise Boom
+
+    def configure_optimizers(self) -> Any:
+        found = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.one, self.two)]
+        return found, [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in found]
+
+
+@pytest.mark.parametrize("raises", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "averaged"])
+def test_a_batch_that_raised_between_its_updates_is_done_again(tmp_path: Path, raises: int, kind: str) -> None:
+    def trainer_of(job: Job) -> Any:
+        scaler: Any = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))
+        return job.make(*[EMAWeightAveraging()] * (kind == "averaged"), plugins=[scaler] * (kind == "scaled"))
+
+    found = []
+    for folder, at in (("straight", None), ("faulted", raises)):
+        job = Job(tmp_path / folder)
+        job.restart()
+        seed(6)
+        trainer, model = trainer_of(job), Gan(at)
+        ended = fit(trainer, model)
+        assert ended == (at is None)
+        if not ended:
+            [incident] = incidents(job.folder / "ckpts")
+            assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 6, 0)
+            job.restart()
+            trainer, model = trainer_of(job), Gan()
+            assert fit(trainer, model)
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        scales = trainer.precision_plugin.state_dict()
+        found.append((weights(model), states, scales, {k: float(v) for k, v in trainer.callback_metrics.items()}))
+    straight, faulted = found
+    torch.testing.assert_close(faulted, straight, rtol=0, atol=0)
+
+
+class Late(L.LightningModule):
+    """One optimizer, logged behind its update or before; notes what others would find, were this rank killed in it."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.late = False, late
+        self.net, self.found = nn.Linear(4, 1), list[bool]()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.net(batch[0]).pow(2).mean()
+        if not self.late:
+            self.log("loss", loss, on_epoch=True)
+        self.manual_backward(loss)
+        optimizer.step()
+        aux = gasp_of(self.trainer)._run.state.aux(self.global_step)
+        self.found.append(aux is not None and bool(split_extra(decode_aux(aux).extra)[1]))
+        if self.late:
+            self.log("loss", loss, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_killed_rank_leaves_no_sums_that_lack_what_it_logs_behind_its_update(tmp_path: Path, late: bool) -> None:
+    assert fit(Job(tmp_path).make(AsOneOfSeveral(), max_epochs=1), model := Late(late))
+    assert model.found == ([False] * 6 if late else [True] * 6)
