@@ -386,8 +386,7 @@ class Session:
     def _schedule_leaving(self, outcome: m.Release) -> None:
         """End the process even if the training thread is stuck."""
         if outcome.again is not None:
-            patience = self.config.finish_timeout + leaving.MOST
-            patience = leaving.limit(self.config.finish_timeout) if outcome.again.from_files else patience
+            patience = leaving.limit(self.config.finish_timeout, on_disk=outcome.again.from_files)
             self._leaving.after(patience, partial(self._stuck, outcome.again))
         else:  # a launcher logs it for all ranks
             log.log(logging.DEBUG if launched() else logging.WARNING, "%s", describe(outcome))
@@ -396,7 +395,8 @@ class Session:
 
     def _stuck(self, again: Again) -> int:
         """The training thread does not leave its training: what goes on from memory is saved. Returns the exit code."""
-        log.error("rank %d does not leave its training: it ends, and the job restarts", self.place.rank)
+        log.error("%s", words := leaving.STAYS.format(rank=self.place.rank))
+        self.note(words)
         if again.from_files or again.saved:
             return exitcodes.SAVED
         cause = "did not leave its training, which was to be entered again"

@@ -33,11 +33,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextmanager
-def training(folder: Path, each: int, faults: str, **variables: str) -> Iterator[tuple[HostsJob, Path]]:
+def training(
+    folder: Path, each: int, faults: str, *more: str, **variables: str
+) -> Iterator[tuple[HostsJob, Path]]:
     """A job over two hosts with so many ranks on `each`, at its gate, once a fault can be answered in place."""
     directory = folder / "d"
     directory.mkdir()
-    script = [WORKER, "--dir", directory, "--final", directory / "final.pt"]
+    script = [WORKER, "--dir", directory, "--final", directory / "final.pt", *more]
     variables |= {"LASTGASP_FAULT": faults, "LASTGASP_FAULT_LOG": str(folder / "faults.log")}
     variables |= {"LASTGASP_WARM": "auto", "LASTGASP_LOG": "debug"}
     with network(folder, "ha", "hb") as hosts:
@@ -79,6 +81,21 @@ def test_a_fault_is_answered_in_place(
         first, second = pids(directory, rank)
         assert (first == second) == (rank != replaced), job.output
     assert differences(undisturbed(2 * each), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize("stuck", [1, 3])
+def test_a_survivor_that_does_not_leave_its_training_is_replaced(stuck: int, tmp_path: Path, undisturbed: Any) -> None:
+    """By the launcher of its host."""
+    fault, more = "kind=exception,rank=0,step=8,phase=data", ("--stuck", str(stuck))
+    with training(tmp_path, 2, fault, *more, LASTGASP_FINISH_TIMEOUT="1") as (job, directory):
+        (directory / "go").touch()
+        assert set(job.codes(START + LIMIT).values()) == {0}, job.output
+    found = [(one.rung, one.steps_lost, one.notes) for one in incidents(directory)]
+    assert found == [("retry", 0, []), ("replace", 0, [])], job.output
+    for rank in range(4):
+        first, second = pids(directory, rank)
+        assert (first == second) == (rank != stuck), job.output
+    assert differences(undisturbed(4), directory / "final.pt") == []
 
 
 @pytest.mark.parametrize("lost", ["launcher", "power"])

@@ -358,6 +358,32 @@ def test_survivors_that_do_not_leave_their_training_save_and_end(tmp_path: Path,
 
 @pytest.mark.full
 @pytest.mark.parametrize(
+    ("ranks", "fault", "hit", "rung"), [(2, "exception", 0, "retry"), (3, "sigkill", 2, "replace")]
+)
+def test_a_survivor_that_does_not_leave_its_training_is_replaced(
+    ranks: int, fault: str, hit: int, rung: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Rank 0 is the only one left that holds the step, and keeps its process."""
+    directory, limits = tmp_path / "d", {"LASTGASP_FINISH_TIMEOUT": "1"}
+    faults = f"kind={fault},rank={hit},step=8,phase=data"
+    with disturbed(tmp_path, job(run, ranks, directory, "--stuck"), faults, **limits) as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert [(one.ending, one.rung, one.steps_lost) for one in found] == [
+        ("in_place", rung, 0), ("in_place", "replace", 0)
+    ], where  # fmt: skip
+    assert [(one.kind, one.rank) for one in found[1].faults] == [("hang", 1)], where
+    assert not any(one.notes for one in found), found
+    for rank in range(ranks):
+        entered = lines(directory, rank, "entered")
+        assert [begun for _, begun in entered] == ["0", "8"], (entered, where)
+        assert (len({pid for pid, _ in entered}) == 1) == (rank == 0), entered
+        assert [pid for pid, _ in lines(directory, rank, "left")] == [entered[-1][0]], where
+    check_same(directory, undisturbed(ranks))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("loader", "rungs", "why"),
     [
         ("generator", [""], "its training data come from a generator, which cannot begin again"),

@@ -212,5 +212,6 @@ def test_a_survivor_that_does_not_leave_its_training_costs_a_restart(tmp_path: P
         pass
     found = incidents(directory)
     assert found[0].rung == "replace" and not any(one.steps_lost for one in found), started.output[-6000:]
-    assert "rank 1 does not leave its training: it ends, and the job restarts" in started.output
+    stays = "rank 1 does not leave its training: it ends, and the job restarts"
+    assert stays in started.output and stays in found[0].notes, found[0].notes
     assert differences(directory / "final.pt", undisturbed(2)) == []

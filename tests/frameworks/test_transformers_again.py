@@ -156,9 +156,9 @@ def test_others_are_waited_for_as_long_as_a_start_takes(
     took: float, leave: float, come: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leaving, "_took", [])
-    assert (leaving.limit(10.0), EnteredFromFiles().patience) == (5.0, 60.0)
+    assert (leaving.limit(10.0, on_disk=True), EnteredFromFiles().patience) == (5.0, 60.0)
     monkeypatch.setattr(_clock, "process_age", lambda: took)
     leaving.training_begins()
     monkeypatch.setattr(_clock, "process_age", lambda: 1e6)
     leaving.training_begins()
-    assert (leaving.limit(10.0), EnteredFromFiles().patience) == (leave, come)
+    assert (leaving.limit(10.0, on_disk=True), EnteredFromFiles().patience) == (leave, come)

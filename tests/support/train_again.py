@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--outside", action="store_true", help="the process group is made outside of the function")
     parser.add_argument("--full", action="store_true", help="the host has no memory left for copies of the state")
     parser.add_argument("--stopped", action="store_true", help="SIGTERM comes between two calls of the function")
+    parser.add_argument("--stuck", default="", help="this rank stays in its own code in step 9, and raises nothing")
     parser.add_argument("--dies", default="", help="this rank is killed when it is entered again, before anything else")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,6 +114,8 @@ def training(args: argparse.Namespace) -> None:
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
                 TRICKS[args.trick](args, s)
+                if (args.stuck, s.step, os.environ.get("LASTGASP_INCARNATION")) == (str(rank), 8, None):
+                    time.sleep(10 * again_faults.PATIENCE)
                 while s.step >= GATE and not (args.dir / "go").exists():
                     (args.dir / f"gate-{rank}").touch()
                     s.alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections import Counter, OrderedDict, defaultdict
@@ -28,7 +29,7 @@ from lastgasp.pytorch.loop.again import Entry
 from lastgasp.pytorch.loop.again_here import LoopAgain
 from lastgasp.pytorch.loop.kept_hooks import KeptHooks, next_hook
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
-from lastgasp.pytorch.loop.memory import Held, bytes_of
+from lastgasp.pytorch.loop.memory import Held, Memory, bytes_of
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 from lastgasp.pytorch.owncopy import fill_in
 
@@ -226,7 +227,7 @@ def test_who_cannot_join_again_saves_what_it_holds(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "")
     saved = list[BaseException]()
 
-    def lost() -> Any:
+    def lost(held: Held) -> Any:
         raise ControlError("the controller is gone")
 
     entry = Entry("", None)
@@ -235,6 +236,34 @@ def test_who_cannot_join_again_saves_what_it_holds(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ControlError, match="is gone") as raised:
         again._enter_again(entry)
     assert saved == [raised.value]
+
+
+def test_who_waits_in_vain_for_others_joins_again_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function has made no session yet, and nothing that belongs to the training before is touched once more."""
+    monkeypatch.setattr(again, "cut_connections", lambda *given: 0)
+    for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "LASTGASP_INCARNATION"):
+        monkeypatch.setenv(name, "")
+    joined = list[int]()
+
+    def rejoin(held: Held) -> Any:
+        joined.append(held.again.incarnation)
+        return SimpleNamespace(session=SimpleNamespace(status=RankStatus()), save_alone=lambda error: None)
+
+    entry, memory = Entry("", None), Memory(4, {}, 0, None)
+    orders = [Again(incarnation=n, step=4, source=0, takers=(n,), lost=(n,), port=n, saved=n == 2) for n in (1, 2)]
+    entry.keep(Held(orders[0], memory, rejoin=rejoin, state="of the first session"))
+    again._enter_again(entry)
+    assert again._goes_on(entry, None)
+    held = entry.held
+    assert held is not None
+    life: Any = held.life
+    life.before_again(orders[1])
+    assert again._goes_on(entry, None) and entry.held is not held
+    again._enter_again(entry)
+    assert joined == [1, 2] and os.environ["MASTER_PORT"] == "2"
+    found = entry.take()
+    assert found is not None and found.memory is not None
+    assert (found.again, found.memory.step, found.memory.durable, found.life is life) == (orders[1], 4, 4, False)
 
 
 def test_only_the_first_training_of_a_script_gets_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:

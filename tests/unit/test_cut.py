@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lastgasp.pytorch import cut
-from lastgasp.pytorch.cut import cut_connections, cut_hosts
+from lastgasp.pytorch.cut import cut_connections, cut_from, cut_hosts
 from lastgasp.pytorch.socket_inodes import SocketInodes, listed
 
 _PEER = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2]))); s.recv(1); print('cut')"
@@ -145,3 +145,16 @@ def test_connections_to_a_host_that_has_vanished_are_cut() -> None:
         other.sendall(b"x")
         assert kept.recv(1) == b"x"
         cut_hosts([])
+
+
+def test_only_connections_to_that_port_are_cut() -> None:
+    """This process has the other end of both, which is not to a port of that number."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ends = [socket.create_connection(server.getsockname()) for server in (one, other)]
+        (first, _), (second, _) = one.accept(), other.accept()
+        cut_from(one.getsockname()[1])
+        second.sendall(b"a")
+        assert [end.recv(1) for end in ends] == [b"", b"a"]
+        assert first.recv(1) == b""
+        for each in (*ends, first, second):
+            each.close()

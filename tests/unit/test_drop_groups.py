@@ -105,3 +105,14 @@ def test_results_cached_with_an_old_mesh_are_forgotten_by_every_torch(monkeypatc
     monkeypatch.setattr(DTensor, "_op_dispatcher", dispatcher)
     module._forget_meshes()
     assert cleared == [True]
+
+
+def test_a_group_that_could_not_be_made_does_not_count() -> None:
+    """Ranks find each other by the number of their group, and others have not begun to make this one."""
+    world = distributed_c10d._world
+    before, world.group_count = world.group_count, 3
+    try:
+        drop_groups([])
+        assert world.group_count == 0
+    finally:
+        world.group_count = before

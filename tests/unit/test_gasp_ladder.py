@@ -1044,3 +1044,93 @@ def test_a_new_process_that_has_not_begun_neither_writes_nor_hides_the_arena_tha
     saves = {each.rank: each.message for each in actions if isinstance(each, Send) and isinstance(each.message, m.Save)}
     assert [ref.rank for save in saves.values() for ref in save.arenas if ref.rank == 1] == [1]
     assert 1 not in saves and {save.step for save in saves.values()} == {STEP}
+
+
+# -- ranks that are late -------------------------------------------------------------------------------
+
+NEXT = Offer(attempt=0, incarnation=2, port=78)
+
+
+class Late(Second):
+    """The same; `come` have joined with the step, and the time of all others is over."""
+
+    def __init__(self, *come: int, recovery: str = "auto", offer: Offer = NEXT, holders: frozenset[int] = ALL) -> None:
+        super().__init__()
+        self.machine.offer, self.machine.holders = offer, holders
+        for rank in come:
+            self.machine.joined(rank, 0.0)
+            begin = m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery=recovery, entered=False)
+            self.machine.said(rank, begin, 1.0)
+
+    def over(self) -> list[Action]:
+        """They answer."""
+        actions = self.machine.tick(41.0, 1, frozenset())
+        for rank in sorted(self.machine._here):
+            actions += self.answer(rank, STEP)
+        return actions
+
+
+def test_a_survivor_that_does_not_leave_its_training_is_replaced() -> None:
+    job = Late(0, 1)
+    actions = job.over()
+    assert [(fault.kind, fault.rank) for fault in job.machine.faults] == [("hang", 2)]
+    again = Again(incarnation=2, step=STEP, source=0, takers=(2,), lost=(2,), port=78)
+    assert orders(actions) == {0: again, 1: again}
+    assert (again.rung, [one for one in actions if isinstance(one, Kill)]) == ("replace", [])  # its launcher kills it
+
+
+def test_a_new_process_that_waits_for_it_is_replaced_as_well() -> None:
+    """It has not joined, and is not to blame. Where one rank alone is left that holds the step, that is saved first."""
+    job = Late(0, holders=frozenset({0, 2}))
+    job.over()
+    assert [fault.rank for fault in job.machine.faults] == [2]
+    assert (job.machine.state, job.machine.again) == ("saving", None)
+    job.machine.said(0, m.Saved(recovery=1, plan=1, path="/ckpts/8", nbytes=1, first_byte_ns=1), 42.0)
+    again = Again(incarnation=2, step=STEP, source=0, takers=(1, 2), lost=(1, 2), port=78, saved=True)
+    assert orders(job.machine.said(0, m.Committed(recovery=1, plan=1), 43.0)) == {0: again}
+
+
+SECOND = "no step was completed since training began, when the fault before was answered in place"
+HUNG = "a fault of that kind is not answered in place (hang on rank {})"
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        pytest.param(Late(0, 1, recovery="retry"), "recovery=retry: no rank is replaced", id="retry"),
+        pytest.param(Late(0, 1, recovery="later"), "it is not the first training of its script: no rank is replaced",
+                     id="later"),
+        pytest.param(Late(0, 1, offer=msgspec.structs.replace(NEXT, no_process="none is warm", least=1)),
+                     "none is warm", id="no process"),
+        pytest.param(Late(0, 1, 2), HUNG.format(0), id="all have joined"),
+        pytest.param(Late(0, 2, holders=frozenset({0, 2})), SECOND, id="a new process, which would be late again"),
+    ],
+)  # fmt: skip
+def test_where_no_rank_may_be_replaced_a_late_one_costs_a_restart(job: Late, why: str) -> None:
+    job.over()
+    assert (job.machine.state, job.machine.again, job.machine.not_in_place) == ("saving", None, why)
+
+
+@pytest.mark.parametrize("trouble", ["dies", "entered", "unwise", "comes", "in parts", "raises"])
+def test_a_rank_that_is_late_and_another_trouble_cost_a_restart(trouble: str) -> None:
+    job = Late(0, 1)
+    machine = job.machine
+    if trouble == "entered":
+        machine.said(1, m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery="auto"), 2.0)
+    machine.unwise = "one hung before" if trouble == "unwise" else ""
+    if trouble == "in parts":
+        machine.arenas = Kept(dict.fromkeys(range(WORLD), (STEP,)))
+    machine.tick(41.0, 1, frozenset())
+    if trouble == "dies":
+        machine.gone(1, "process died", "killed", 1, 41.0)
+    elif trouble == "comes":
+        machine.joined(2, 41.0)
+        job.begin(2)
+    elif trouble == "raises":
+        fault = Fault(kind="exception", rank=1, cause="RuntimeError: x", step=STEP, seen_ns=1)
+        machine.said(1, m.Report(fault=fault, passing=True), 41.0)
+    for rank in sorted(machine._here):
+        job.answer(rank, STEP)
+    assert (machine.again, machine.state) == (None, "saving")
+    assert machine.not_in_place == {"unwise": "one hung before", "comes": HUNG.format(2)}.get(trouble, SECOND)
+    assert machine.outcome.step == STEP

@@ -61,3 +61,28 @@ def test_each_training_of_the_script_gets_the_offer(monkeypatch: pytest.MonkeyPa
     launcher.offer_in_time()
     assert controller.offer.call_count == 3
     assert len({call.args[0] for call in controller.offer.call_args_list}) == 1
+
+
+def test_a_rank_that_the_controller_does_not_see_is_killed_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in its training still, and has not joined the others. Its end is no fault of the next incarnation."""
+    started = list[int]()
+    monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: started.append(rank))
+    monkeypatch.setattr(InPlace, "_offer", lambda self, controller: None)
+    attempt: Any = MagicMock(number=0)
+    attempt.controller.again.return_value = Again(
+        incarnation=2, step=4, source=0, takers=(1, 2), lost=(1, 2), port=1, pids=(10, 11)
+    )
+    context: Any = MagicMock(spec=SubprocessContext)
+    processes = [SimpleNamespace(pid=10 + rank, poll=lambda: None, kill=MagicMock()) for rank in range(3)]
+    context.subprocess_handlers = {rank: SimpleNamespace(proc=one) for rank, one in enumerate(processes)}
+    group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in range(3)], group_world_size=1)
+    warm: Any = SimpleNamespace(changed="")
+    launcher = InPlace(attempt, group, context, warm)
+    launcher.look()
+    launcher.look()
+    assert [one.kill.call_count for one in processes] == [0, 0, 1]
+    for rank in (1, 2):
+        launcher.report_exit(rank, "killed by SIGKILL", 10 + rank)
+    assert [call.args for call in attempt.report_exit.call_args_list] == [(1, "killed by SIGKILL", 11)]
+    assert launcher.replaced({1: "killed by SIGKILL", 2: "killed by SIGKILL"})
+    assert started == [1, 2]

@@ -2,8 +2,9 @@
 
 When all survivors have answered, it chooses between those rungs and the save. Where the recovery goes on in place this
 machine is over, and the next incarnation has a machine of its own. Survivors join that one with the step that they hold
-in memory, so another fault at any moment of the recovery is an ordinary fault there: that step is saved. Ranks that
-begin with files (`Begin.from_files`) are entered again once the step has been saved.
+in memory, so another fault at any moment of the recovery is an ordinary fault there: that step is saved. Where ranks
+are late, the others enter once more with new processes for them. Ranks that begin with files (`Begin.from_files`) are
+entered again once the step has been saved.
 
 Where ranks are missing and new processes wait to take their places (`Offer.grow`), all ranks are stopped at the end of
 a step without a fault. If then anything is in the way, or one does not come to the end of its step, they train on.
@@ -26,6 +27,7 @@ from .again import NEW, Again, Offer
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, SavePlan
+from .late import LATE, late_ranks, may_come, only_late
 from .machine import MARGIN, Machine
 from .members import Member, Outcome
 from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
@@ -152,11 +154,15 @@ class Ladder(Machine):
         if self.state != "running" or now < self.enter_by or self._late:
             return actions
         self._late = True
-        late = [rank for rank in range(self.world_size) if rank not in self._entered]
-        for rank in [rank for rank in late if rank not in self.members] or late:
-            cause = "has not taken part in the recovery in place in time"
-            actions += self._fault(Fault(kind="hang", rank=rank, cause=cause, step=self.began_at, seen_ns=at_ns), now)
+        for rank in late_ranks(self.world_size, self._entered, self.members, self.holders):
+            actions += self._fault(Fault(kind="hang", rank=rank, cause=LATE, step=self.began_at, seen_ns=at_ns), now)
         return actions
+
+    @property
+    def _goes_on_without(self) -> bool:
+        """New processes take the places of survivors that are late. Only once: the next incarnation is `unwise`."""
+        may = self._late and not (self._entered or self._by_handlers or self._in_parts)
+        return may and only_late(self.faults, self.members, self.holders)
 
     # -- growing ----------------------------------------------------------------------------------
 
@@ -249,13 +255,7 @@ class Ladder(Machine):
 
     @property
     def _may_come(self) -> bool:
-        """Of some shard no rank has said yet that it holds the step of this incarnation, and some still may."""
-        return bool(self.holders) and any(map(self._awaits, self.replicas))
-
-    def _awaits(self, shard: tuple[int, ...]) -> bool:
-        if any(rank in self._here and self.members[rank].begun for rank in shard):
-            return False
-        return any(rank in self.holders and (rank not in self.members or self.members[rank].here) for rank in shard)
+        return any(may_come(shard, self._here, self.members, self.holders) for shard in self.replicas)
 
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         if self.plan == 0 and any(self._recovery.values()):
@@ -305,7 +305,7 @@ class Ladder(Machine):
             self.grown = fewer_ranks.GROWN.format(new=members.count(NEW), all=len(members))
         elif lost and (why := self._no_process()):
             members = tuple(rank for rank in range(self.world_size) if rank not in lost)
-            if not (self.offer.least or (self._by_handlers and self._elastic >= self._here)):
+            if self._goes_on_without or not (self.offer.least or (self._by_handlers and self._elastic >= self._here)):
                 return why
             if cannot := self._cannot_shrink(members, takers):
                 return f"{why}; the job cannot go on with fewer ranks: {cannot}"
@@ -395,7 +395,7 @@ class Ladder(Machine):
         left = [rank for rank, member in self.members.items() if member.left]
         if left:
             return f"rank {left[0]} had finished its training"
-        if step <= self.began_at:
+        if step <= self.began_at and not self._goes_on_without:
             again = ", when the fault before was answered in place" if self.holders or self._entered else ""
             return f"no step was completed since training began{again}"
         if not holders and not self._from_files:

@@ -19,6 +19,9 @@ from lastgasp.steps.recorder import flush_all
 
 LEAST, MOST = 5.0, 30.0
 """Seconds; the second besides `finish_timeout`."""
+GIVES_WAY = 5.0
+"""Seconds more, in which the others may agree on a new process for this rank: its launcher ends this one then."""
+STAYS = "rank {rank} does not leave its training: it ends, and the job restarts"
 FLUSH_LIMIT = 2.0
 """Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
 _took: list[float] = []
@@ -35,9 +38,10 @@ def start_took() -> float:
     return _took[0] if _took else 0.0
 
 
-def limit(finish_timeout: float) -> float:
-    """Seconds for a rank whose step is on disk."""
-    return min(finish_timeout + MOST, max(LEAST, start_took()))
+def limit(finish_timeout: float, *, on_disk: bool) -> float:
+    """Seconds for a rank to leave its training; on_disk: all begin again with the checkpoint of its step."""
+    most = finish_timeout + MOST
+    return min(most, max(LEAST, start_took())) if on_disk else most + GIVES_WAY
 
 
 class Leaving:

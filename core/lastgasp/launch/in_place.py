@@ -74,6 +74,8 @@ class InPlace:
         self._offered: Offer | None = None
         self._done = 0
         self._killed = 0
+        self._replaces: set[int] = set()
+        """Processes that were killed here to be replaced: their end is known."""
         self._numbers: dict[str, str] = {}
         """What new processes get besides, where ranks have other numbers than they were started with."""
         if attempt.controller is not None and isinstance(context, SubprocessContext):
@@ -85,11 +87,11 @@ class InPlace:
         if not isinstance(self._context, SubprocessContext):
             return
         self._number_anew()
+        self._kill_lost()
         if attempt.controller is not None:
             self._offer(attempt.controller)
         elif attempt.keeper is not None:
             attempt.keeper.can_fork(m.Forks(attempt=attempt.number, cannot=self._warm.cannot_fork))
-            self._kill_lost()
             for rank in attempt.out_of_reach & {worker.global_rank for worker in self._group.workers}:
                 self._kill(rank, "does not hear that the recovery is over")
 
@@ -174,19 +176,29 @@ class InPlace:
             self._growth.close()
 
     def _kill_lost(self) -> None:
-        """A rank of this host that gets a new process may still run: it hangs, or was cut off from the controller."""
+        """A rank of this host that gets a new process may still run: it hangs, does not leave its training, or was cut
+        off. Those that the controller sees are ended by it, and where another backend leads none is."""
         again = self._agreed()
         if again is None or again.incarnation <= max(self._done, self._killed):
             return
+        if self._attempt.controller is not None and not again.port:
+            return
         self._killed = again.incarnation
         for rank in self._lost(again):
-            self._kill(rank, "gets a new process")
+            if (pid := self._process(rank).pid) not in again.pids and self._kill(rank, "gets a new process"):
+                self._replaces.add(pid)
 
-    def _kill(self, rank: int, which: str) -> None:
-        handler = self._context.subprocess_handlers[self._local(rank)]
-        if handler.proc.poll() is None:
-            log.warning("killing rank %d, which %s", rank, which)
-            handler.proc.kill()
+    def _process(self, rank: int) -> Any:
+        return self._context.subprocess_handlers[self._local(rank)].proc
+
+    def _kill(self, rank: int, which: str) -> bool:
+        """Returns whether its process was still there."""
+        process = self._process(rank)
+        if process.poll() is not None:
+            return False
+        log.warning("killing rank %d, which %s", rank, which)
+        process.kill()
+        return True
 
     @property
     def undecided(self) -> bool:
@@ -216,6 +228,7 @@ class InPlace:
         again = self._agreed()
         if again is None or again.incarnation <= self._done:
             return False
+        self._kill_lost()
         lost = self._lost(again)
         if again.members and lost <= set(failed):
             self._leave_out(lost, again)
@@ -262,6 +275,8 @@ class InPlace:
 
     def report_exit(self, rank: int, how: str, pid: int) -> None:
         """A worker of this host has ended."""
+        if pid in self._replaces:
+            return
         if self._attempt.controller is not None:
             self._attempt.report_exit(rank, how, pid)
         elif self._attempt.have_left([rank]):  # others may wait for it to come to the script's next training

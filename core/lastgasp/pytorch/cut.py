@@ -53,6 +53,14 @@ def cut_hosts(addresses: Iterable[str]) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def cut_from(port: int) -> None:
+    """Shut down each TCP connection of this process to this port: whoever waits for what comes from there raises."""
+    for number, _, (_, there) in _connected():
+        if there[1] == port:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def outside() -> tuple[str, ...]:
     """This process's ends of its TCP connections to other hosts, as "address port". None where the job has one host."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):

@@ -42,6 +42,8 @@ def drop_groups(wrapped: list[Any]) -> None:
     require_aborted()
     if dist.is_initialized():
         dist.destroy_process_group()
+    elif (world := getattr(distributed_c10d, "_world", None)) is not None:
+        world.group_count = 0  # one that could not be made counts, too, and ranks find each other by its name
     dropped()
     _forget_meshes()
     if not groups:

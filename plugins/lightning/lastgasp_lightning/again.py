@@ -304,15 +304,16 @@ class LightningAgain(AgainHere):
             found.put_back()
             self._kept = found
 
-    def values(self) -> bytes:
+    def values(self, gives: bool = True) -> bytes:
         """Those of this rank."""
         kept, unsaved = self._kept, self.run.unsaved
-        if names := unsaved.modules() if unsaved is not None else []:
+        if names := unsaved.modules() if unsaved is not None and gives else []:
             self.run.session.note(_MODULES.format(", ".join(names)))
         try:
             return packed(kept.roots, kept.left_out, self.run.carried.places) if kept is not None else b""
         except Exception as error:  # an object of the user's that cannot be pickled
-            log.warning("values of the module and of callbacks cannot be handed over: %s", error)
+            level = logging.WARNING if gives else logging.DEBUG
+            log.log(level, "values of the module and of callbacks cannot be handed over: %s", error)
             return b""
 
     def state(self) -> UserValues | None:

@@ -10,12 +10,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from lastgasp.errors import UsageError
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.joining import order_when_taken_in, tell_code
 from lastgasp.gasp.new_process import order_of_this_process
 from lastgasp.pytorch.cut import cut_connections
@@ -26,6 +28,7 @@ from lastgasp.pytorch.loop import joining
 from lastgasp.pytorch.loop.kept_hooks import next_hook
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp.pytorch.loop.memory import Held, Memory
+from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
 
 log = logging.getLogger("lastgasp")
 
@@ -225,7 +228,8 @@ def _enter_again(entry: Entry) -> None:
             _renew(entry, held)
         os.environ.update(held.again.environment)
         if held.rejoin is not None:
-            held.life, held.rejoin = held.rejoin(), None
+            held.life = held.rejoin(held)
+            held.life.before_again = partial(_once_more, entry, held)
         entry.random.renew()
         held.alone = None  # what has ended is let go of
     except BaseException as error:  # the launcher has died, so that no other rank can join, either
@@ -238,10 +242,22 @@ def _enter_again(entry: Entry) -> None:
             held.between = None
 
 
+def _once_more(entry: Entry, held: Held, again: Again) -> None:
+    """This rank has joined and waits for others, which do not come: it is to join again, with what it holds."""
+    assert held.life is not None
+    memory = held.memory
+    if memory is not None and again.saved:
+        memory = replace(memory, durable=again.step)
+    between = SigtermBetween(held.life.session.status, held.users_handler)
+    alone = held.life.save_alone
+    entry.keep(replace(held, again=again, memory=memory, life=None, between=between, alone=alone))
+
+
 def _renew(entry: Entry, held: Held) -> None:
     if entry.objects is not None:
         entry.objects.renew(held.state)
-    held.state = None
+    if held.again.arenas is not None:
+        held.state = None  # with the model
 
 
 def received(held: Held) -> Memory:

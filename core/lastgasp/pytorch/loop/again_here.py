@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import NEW, Again
 from lastgasp.gasp.going_on import Fewer
 from lastgasp.ports import Layout, StateSource
-from lastgasp.pytorch.cut import cut_hosts, outside
+from lastgasp.pytorch.cut import cut_from, cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
@@ -39,6 +40,8 @@ from lastgasp.topology import Place
 COPIES = 2
 """Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
 state has as many at a time."""
+FREED_EVERY = 0.1
+"""Seconds between two times that the training thread's wait for others is ended: it may just have begun another one."""
 NO_ENTRY = "the training is not inside of a function that lastgasp.pytorch.train calls"
 MEMORY = Path("memory")
 """Stands for the path of a checkpoint, in what is logged."""
@@ -71,7 +74,7 @@ class AgainHere:
             self._led()
         elif entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
-            status.ends = outside
+            status.ends, status.free = outside, None  # all are here
             status.fewer, status.cut_off = Fewer(self.elastic()), cut_hosts
             status.cannot_again, run.life.before_again, self._bytes = self._cannot_here, self.keep, -1
             entry.objects = entry.objects or self.objects()
@@ -163,8 +166,8 @@ class AgainHere:
         """The checkpoint by the numbers that the ranks have from now on, where some are missing or are there again."""
         return renumbered(checkpoint, again)
 
-    def values(self) -> bytes:
-        """What the user's objects keep beside the state, for a rank that takes it from this one."""
+    def values(self, gives: bool = True) -> bytes:
+        """What the user's objects keep beside the state, for a rank that takes it from this one; gives: one does."""
         return b""
 
     # -- a start ------------------------------------------------------------------------------------------
@@ -225,17 +228,10 @@ class AgainHere:
         status = run.life.session.status
         self.before_dump(again.step)
         if run.place.rank not in again.takers:
-            with run.recorder.queued.reading():
-                checkpoint = self.renumbered(cloned(run.dump(again.step, again.aux)), again)
-            durable = again.step if again.saved else status.durable
-            gives = bool(again.takers) or NEW in again.members
-            values = self.values() if gives and run.place.rank == again.source else b""
-            memory = Memory(again.step, checkpoint, durable, run.source.present, values)
-            place = place_after(run.place, again)
-            known = TakenAlong((status.recovery, status.fewer), run.users_handler, run.life.alike, between)
-            source = self.source_of(memory, place)
-            join, steps = partial(joined, self._make, self.contact), (memory.step, memory.durable)
-            enters = partial(rejoin, join, place, steps, FromMemory(memory.step, source), known)
+            memory, place = self._memory_of(again), place_after(run.place, again)
+            known = TakenAlong((status.recovery, status.fewer), memory.durable, run.life.alike)
+            source, join = self.source_of(memory, place), partial(joined, self._make, self.contact)
+            enters = partial(rejoin, join, place, FromMemory(memory.step, source), known)
             alone = partial(save_alone, run.life, FromMemory(memory.step, source))
         held = Held(
             again.for_rank(run.place.rank),
@@ -250,6 +246,21 @@ class AgainHere:
             alone=alone,
         )
         run.entry.keep(held)
+
+    def _memory_of(self, again: Again) -> Memory:
+        """What this rank has of the step: its own state, or what it still holds since the last entry."""
+        run, before = self.run, self._memory
+        durable = again.step if again.saved else run.life.session.status.durable
+        if self._held is not None or before is not None:
+            before = before or (self._held.memory if self._held is not None else None)
+            if before is None or before.step != again.step:
+                raise NotSaveable(f"this rank does not hold step {again.step} any more")
+            return replace(before, durable=durable)
+        with run.recorder.queued.reading():
+            checkpoint = self.renumbered(cloned(run.dump(again.step, again.aux)), again)
+        # Another rank than `source` may have to give them if that one, or a further one, does not come.
+        gives = run.place.rank == again.source and (bool(again.takers) or NEW in again.members)
+        return Memory(again.step, checkpoint, durable, run.source.present, self.values(gives))
 
     def _cannot_here(self) -> str:
         return self.changed() or self._no_room()
@@ -370,30 +381,40 @@ class TakenAlong:
 
     Attributes:
         status: `recovery` and `fewer` of its status.
-        users_handler, between: as of `Held`.
+        durable: the newest step on disk.
         alike: all ranks that should be replicas held the same.
     """
 
     status: tuple[str, Fewer]
-    users_handler: Any
+    durable: int
     alike: bool
-    between: SigtermBetween
 
 
 def rejoin(
-    join: Callable[[Place], AdapterRun], place: Place, steps: tuple[int, int], source: StateSource, known: TakenAlong
+    join: Callable[[Place], AdapterRun], place: Place, source: StateSource, known: TakenAlong, held: Held
 ) -> AdapterRun:
-    """Join the next incarnation with what `source` holds; `steps`: that step, and the newest one on disk."""
-    life = join(place)
+    """Join the incarnation of `held.again` with what `source` holds."""
+    again, waits = held.again, threading.Event()
+    life = join(replace(place, incarnation=again.incarnation))
     life.alike_before = known.alike
+    life.on_close(waits.set)
     try:
-        life.session.status.recovery, life.session.status.fewer = known.status
-        known.between.step_aside()
-        life.enter_again(HeldTraining(source), *steps, known.users_handler)
+        status = life.session.status
+        (status.recovery, status.fewer), status.free = known.status, lambda: partial(_free, again.port, waits)
+        if held.between is not None:
+            held.between.step_aside()
+        life.enter_again(HeldTraining(source), again.step, again.step if again.saved else known.durable,
+                         held.users_handler)  # fmt: skip
     except BaseException:
         life.close(completed=False)
         raise
     return life
+
+
+def _free(port: int, over: threading.Event) -> None:
+    """End the wait of the training thread for ranks that do not come: in the store where they were to meet."""
+    while not over.wait(FREED_EVERY):
+        cut_from(port)
 
 
 def save_alone(life: AdapterRun, held: StateSource, error: BaseException) -> None:

@@ -44,7 +44,7 @@ class Held:
         again: what was agreed.
         memory: None on a rank that takes it from another one.
         fit: of the session; None in a new process.
-        rejoin: makes the run of the next incarnation; None in a new process.
+        rejoin: makes the run of the next incarnation; None in a new process. It is called with all this.
         alone: saves what is held where that is not possible.
         life: that run, once this rank has joined with what it holds.
         wrapped: the models' DDP wrappers, which must be gone before new ones are made.
@@ -56,7 +56,7 @@ class Held:
     again: Again
     memory: Memory | None = None
     fit: Fit | None = None
-    rejoin: Callable[[], AdapterRun] | None = None
+    rejoin: Callable[[Held], AdapterRun] | None = None
     life: AdapterRun | None = None
     wrapped: list[Any] = field(default_factory=list)
     state: Any = None

@@ -63,15 +63,15 @@ class PartsAgain(AgainHere):
         source = run.shards.held(again.step)
         memory = self.beside(again, source)
         run.life.source.inner, status.cannot_again = source, str  # which do not keep the model alive
-        known = TakenAlong((status.recovery, status.fewer), run.users_handler, run.life.alike, between)
-        join = partial(joined, self._make, self.reach())
         durable = again.step if again.saved else status.durable
+        known = TakenAlong((status.recovery, status.fewer), durable, run.life.alike)
+        join = partial(joined, self._make, self.reach())
         run.entry.keep(
             Held(
                 again,
                 memory,
                 run.fit,
-                rejoin=partial(rejoin, join, place_after(run.place, again), (again.step, durable), source, known),
+                rejoin=partial(rejoin, join, place_after(run.place, again), source, known),
                 wrapped=self.let_go(again),
                 state=self.state(),
                 users_handler=run.users_handler,

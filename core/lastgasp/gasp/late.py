@@ -1,0 +1,39 @@
+"""Ranks that do not come to a recovery in place in time, and when the others go on without them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from lastgasp.events import Fault
+
+from .members import Member
+
+LATE = "has not taken part in the recovery in place in time"
+
+
+def late_ranks(
+    world_size: int, entered: Collection[int], members: Mapping[int, Member], holders: Collection[int]
+) -> list[int]:
+    """Who is to blame for it that not all have entered.
+
+    Those that have not joined; where some of them hold the step themselves these alone, as new processes join only once
+    all are there. Where all have joined it is not known.
+    """
+    late = [rank for rank in range(world_size) if rank not in entered]
+    missing = [rank for rank in late if rank not in members]
+    return [rank for rank in missing if rank in holders] or missing or late
+
+
+def only_late(faults: Iterable[Fault], members: Mapping[int, Member], holders: Collection[int]) -> bool:
+    """Whether nothing else is wrong than that survivors have not begun. New processes would be late again."""
+    found = {fault.rank for fault in faults if fault.kind != "peer"}
+    return bool(found) and all(rank in holders and not (rank in members and members[rank].begun) for rank in found)
+
+
+def may_come(
+    shard: Iterable[int], here: Collection[int], members: Mapping[int, Member], holders: Collection[int]
+) -> bool:
+    """Whether none of these ranks has said yet that it holds the step of this incarnation, and some still may."""
+    if any(rank in here and members[rank].begun for rank in shard):
+        return False
+    return any(rank in holders and (rank not in members or members[rank].here) for rank in shard)
