@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 
-from lastgasp.config import GaspConfig, Recovery, asked_recovery, flag, integer, pick
+from lastgasp.arena_filling import ArenaMode
+from lastgasp.config import GaspConfig, Recovery, arena_of, asked_recovery, flag, integer, pick
 from lastgasp.errors import ConfigError
 from lastgasp.steps.settings import MarksConfig
 
@@ -25,6 +26,7 @@ class Options:
         require_manifest: whether checkpoints without a manifest are refused.
         attempts: how many checkpoints a reload tries, newest first, before it refuses.
         recovery: how a fault may be answered; None where nobody has said it.
+        arena: which steps are copied into arenas, where ranks have them.
     """
 
     gasp: GaspConfig
@@ -32,6 +34,7 @@ class Options:
     require_manifest: bool = False
     attempts: int = DEFAULT_ATTEMPTS
     recovery: Recovery | None = None
+    arena: ArenaMode = "auto"
 
     @classmethod
     def resolve(cls, directory: str | os.PathLike[str] | None = None, **given: object) -> Options:
@@ -54,10 +57,11 @@ class Options:
             require_manifest=bool(required),
             attempts=attempts or DEFAULT_ATTEMPTS,
             recovery=asked_recovery(given.get("recovery")),
+            arena=arena_of(given.get("arena")),
         )
 
 
-NAMES = (*_GASP, *_MARKS, "require_manifest", "attempts", "recovery")
+NAMES = (*_GASP, *_MARKS, "require_manifest", "attempts", "recovery", "arena")
 """What may be set besides the directory."""
 
 

@@ -8,7 +8,7 @@ and writes a checkpoint of it.
 
 from __future__ import annotations
 
-from lastgasp.arena import Arena
+from lastgasp.arena import Arena, DamagedArena, verified
 from lastgasp.arena_filling import ArenaMode, Filling, lost_with_a_host
 from lastgasp.arena_taking import Taken, left_by_all, taken_over
 from lastgasp.config import arena_of, buddy_of
@@ -17,6 +17,7 @@ from lastgasp.ports import ShardSource, Wanted
 __all__ = [
     "Arena",
     "ArenaMode",
+    "DamagedArena",
     "Filling",
     "ShardSource",
     "Taken",
@@ -26,4 +27,5 @@ __all__ = [
     "left_by_all",
     "lost_with_a_host",
     "taken_over",
+    "verified",
 ]

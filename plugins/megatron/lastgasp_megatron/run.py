@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as distributed
 
 from lastgasp.adapter import AdapterRun, Framework, asked_recovery, cause_of, place_in_job
-from lastgasp.adapter.arenas import arena_of
 from lastgasp.adapter.torch import EnteredFromFiles, Files, connect, from_rank_0, kind_of, process_groups
 from lastgasp_megatron.again import not_again, recovery_for
 from lastgasp_megatron.args import options_of
@@ -65,7 +64,7 @@ class Run:
         self._parsed, self._number = parsed, trainings.number(self._options.gasp.directory)
         self._asked = asked_recovery(getattr(args, "lastgasp_recovery", None)) is not None
         self._recovery = recovery_for(args)
-        self._arena = arena_of(getattr(args, "lastgasp_arena", None))
+        self._arena = self._options.arena
         rank, world = distributed.get_rank(), distributed.get_world_size()
         self._place = place = place_in_job(rank, world, replicas_of(args), from_rank_0)
         if place.rank == 0 and (warning := untried(found["megatron-core"])):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +133,8 @@ class AuxRecorder:
         self.accumulated = {one.name: one.param for one in others if one.name.startswith(RESET)}
         self.frozen = {one.name: one.param for one in others if one.name not in self.accumulated}
 
-    def capture(self, numbers: Numbers) -> None:
-        """As of now. One thread at a time."""
+    def capture(self, numbers: Numbers, before: Callable[[bytes], None] = lambda data: None) -> None:
+        """As of now. One thread at a time. `before`: gets it before anybody can read it."""
         self._drop(numbers)
         state = self._state(numbers)
         if state == self._captured:
@@ -142,6 +142,7 @@ class AuxRecorder:
         data = msgspec.msgpack.encode(state)
         if len(data) > self.buffer.capacity:
             self.buffer.grow(2 * len(data))
+        before(data)
         self.buffer.begin(numbers.step, True)[: len(data)] = data
         self.buffer.end(len(data))
         self._captured = state

@@ -10,6 +10,7 @@ the parameters are those of a complete step.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -23,19 +24,31 @@ _NAMES = ("lastgasp_depend", "lastgasp_add", "lastgasp_one", "lastgasp_began", "
 
 
 def gated(kind: Any) -> Any:
-    """A subclass of the optimizer class `kind` whose `construct` is gated and counted."""
+    """A subclass of the optimizer class `kind` whose `construct` is gated and counted.
 
-    class Gated(kind):  # type: ignore[misc]
+    What MindSpore compiles takes `super()` for that of the object's class, whichever class it stands in: there must be
+    the parents' methods, as without the gate, or an optimizer that calls `super().construct` calls itself.
+    """
+    own = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[:2] != "__"}
+    above = super(kind, kind)
+    methods = {name: getattr(above, name) for name in own if hasattr(above, name)}
+    parents: Any = type("Parents", (), {"__slots__": (), **methods})
+
+    class Gated(parents, kind):  # type: ignore[misc]
         """MindSpore compiles `construct` from its source; see the module."""
+
+        lastgasp_update = kind.construct
 
         def construct(self, gradients, **kwargs):  # type: ignore[no-untyped-def]
             """Count, update, count."""
             one = self.lastgasp_depend(self.lastgasp_one, gradients)
             gradients = self.lastgasp_depend(gradients, self.lastgasp_add(self.lastgasp_began, one))
-            result = super().construct(gradients, **kwargs)
+            result = self.lastgasp_update(gradients, **kwargs)
             self.lastgasp_add(self.lastgasp_ended, self.lastgasp_depend(self.lastgasp_one, result))
             return result
 
+    for name in own.keys() - {"construct"}:
+        setattr(Gated, name, own[name])
     Gated.__name__, Gated.__qualname__ = kind.__name__, kind.__qualname__
     return Gated
 

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import mindspore
+from mindspore._c_expression import TensorPy
 
 from lastgasp.adapter import ConfigError
 from lastgasp.adapter.mindspore import Extension, LegacyName
 from lastgasp_mindformers.aux_state import Numbers, loss_scale
+from lastgasp_mindformers.image import Held, Image
 from lastgasp_mindformers.targets import Target, iteration_target, legacy_target
 
 PREFIX = "lastgasp"
 """The prefix of names if there is no CheckpointMonitor."""
 _NOT_SAVED = ("accu_grads",)
+_SPLIT = ("semi_auto_parallel", "auto_parallel")
 
 
 class Native:
@@ -55,33 +58,62 @@ class Native:
         name = LegacyName.of_monitor(self._monitor._prefix, numbers.epoch, numbers.within, extension)
         return legacy_target(name, ranks)
 
+    def parameters(self) -> dict[str, Any]:
+        """What `write` writes of the live parameters, by the names in a file.
+
+        Raises:
+            ValueError: a parameter that lies elsewhere.
+        """
+        found = {}
+        split = mindspore.get_auto_parallel_context("parallel_mode") in _SPLIT
+        for _, param in self._network.parameters_and_names():
+            unused = split and (not param.sliced or param.has_init)  # as MindSpore's own save says
+            if unused or param.param_info.is_pipeline_shared_param or not self._is_saved(param.name):
+                continue
+            if param.cache_enable or param.data.offload_file_path():
+                raise ValueError(f"{param.name} is not all in the device's memory (a cache, or offloaded)")
+            found[param.name] = param
+        return found
+
     def write(self, folder: Path, files: Sequence[str], numbers: Numbers, statistics: Mapping[str, Any]) -> None:
         """Write the live parameters, with the values in `statistics` where given. Raises OSError.
 
         MindSpore writes; nothing in it is a collective, since nothing is integrated over ranks.
         """
-        path = folder / files[0]
+        count = None if self._monitor is None else _optimizer(self._network).global_step
+        self._save(self._network, folder / files[0], numbers, statistics, count)
+
+    def write_image(
+        self, folder: Path, files: Sequence[str], image: Image, numbers: Numbers, statistics: Mapping[str, Any]
+    ) -> None:
+        """The same with what the image holds in place of the live parameters."""
+        held = {one.name: tensor_of(image, one) for one in image.held.values()}
+        count = None if self._monitor is None else held[_optimizer(self._network).global_step.name]
+        stored = [{"name": name, "data": data} for name, data in held.items()]
+        self._save(stored, folder / files[0], numbers, statistics, count)
+
+    def _save(self, stored: Any, path: Path, numbers: Numbers, statistics: Mapping[str, Any], count: Any) -> None:
         monitor, keep = self._monitor, self._kept(statistics)
         config = monitor._config if monitor is not None else None
         tensors = {name: mindspore.Tensor(value) for name, value in statistics.items() if self._is_saved(name)}
         extra = {} if config is None else {"enc_key": config.enc_key, "enc_mode": config.enc_mode}
         mindspore.save_checkpoint(
-            self._network,
+            stored,
             str(path),
             integrated_save=False,
-            append_dict=tensors | self._appended(numbers, statistics),
+            append_dict=tensors | self._appended(numbers, statistics, count),
             choice_func=keep,
             format=path.suffix[1:],
             **extra,
         )
 
-    def _appended(self, numbers: Numbers, statistics: Mapping[str, Any]) -> dict[str, Any]:
+    def _appended(self, numbers: Numbers, statistics: Mapping[str, Any], count: Any) -> dict[str, Any]:
         """What CheckpointMonitor adds to the parameters (docs/facts/mindformers.md §5)."""
         given = dict(getattr(self._monitor, "_append_dict", None) or {})
         given.pop("__exception_save__", None)
         given |= {"epoch_num": numbers.epoch, "step_num": numbers.step}
         if self._monitor is not None:
-            given["global_step"] = _optimizer(self._network).global_step
+            given["global_step"] = count
             batch = getattr(self._monitor, "global_batch_size", None)
             given |= {"global_batch_size": batch} if batch is not None else {}
         if (scale := loss_scale(numbers, statistics)) is not None:
@@ -199,6 +231,12 @@ def native_of(train_network: Any, callbacks: Sequence[Any], directory: Path, ran
     if monitor is not None and not getattr(monitor, "use_legacy_format", True):  # 1.6.0 has only that one
         return Iterations(train_network, monitor, ranks)
     return Native(train_network, callbacks, directory)
+
+
+def tensor_of(image: Image, one: Held) -> Any:
+    """A parameter of an image as MindSpore's own; a copy."""
+    kind = mindspore.bool_ if one.kind == "Bool" else getattr(mindspore, one.kind.lower())
+    return mindspore.Tensor(TensorPy.convert_bytes_to_tensor(bytes(image.bytes_of(one)), one.shape, kind))
 
 
 def _check(monitor: Any) -> None:

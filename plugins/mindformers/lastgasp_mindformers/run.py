@@ -11,7 +11,7 @@ import mindspore
 
 from lastgasp.adapter import AdapterRun, Digests, Framework, Layout, ManifestWriter, Options, Released, is_success
 from lastgasp.adapter.mindspore import FORMAT, ITERATIONS, LEGACY, PLAIN
-from lastgasp_mindformers import begun, later
+from lastgasp_mindformers import begun, later, topology
 from lastgasp_mindformers.aux_state import AuxRecorder, Numbers, decode, reported_scale, restore_random
 from lastgasp_mindformers.callback import Boundary, LastGasp, Later, made
 from lastgasp_mindformers.data import UNSEEDED, changed, described, steps_of_epoch
@@ -19,6 +19,7 @@ from lastgasp_mindformers.digests import digests_of, unknown_yet
 from lastgasp_mindformers.draws import repeated
 from lastgasp_mindformers.exits import cause_of, is_to_be_repeated, kind_of, verdict_of
 from lastgasp_mindformers.gate import gate_of
+from lastgasp_mindformers.keeping import Keeping
 from lastgasp_mindformers.left_files import LeftFiles
 from lastgasp_mindformers.manifests import Manifests
 from lastgasp_mindformers.marks import LoopMarks
@@ -31,14 +32,6 @@ from lastgasp_mindformers.settings import answered_by
 from lastgasp_mindformers.source import MindSporeSource, Writer
 from lastgasp_mindformers.state import MindSporeState
 from lastgasp_mindformers.testing import LoopFaults
-from lastgasp_mindformers.topology import (
-    advice,
-    embedded_backend,
-    is_broadcast,
-    left_to_mindspore,
-    protection,
-    replicas_of,
-)
 from lastgasp_mindformers.unused import UNUSED
 
 log = logging.getLogger("lastgasp")
@@ -89,7 +82,7 @@ class Run:
     def __init__(self, options: Options) -> None:
         UNUSED.used()
         self.options = options
-        self.place = place = place_of(replicas_of(rank_and_size()[1]))
+        self.place = place = place_of(topology.replicas_of(rank_and_size()[1]))
         framework = Framework(
             name=" ".join(f"{name} {version}" for name, version in versions().items()),
             kind_of=kind_of,
@@ -98,7 +91,7 @@ class Run:
             versions=versions(),
         )
         self.life = AdapterRun(
-            framework, options.gasp, options.marks, place, connect(place), backend=embedded_backend()
+            framework, options.gasp, options.marks, place, connect(place), backend=topology.embedded_backend()
         )
         self.session = self.life.session
         self.place = place = dated(place, self.session.started_s)
@@ -148,7 +141,7 @@ class Run:
         others = [callback for callback in given if callback is not ours]
         arguments = arguments | {"callbacks": [Boundary(self), *others, ours]}
         ours.run = self
-        if left_to_mindspore():
+        if topology.left_to_mindspore():
             self._left = True
             log.warning("MS_ENABLE_TFT: saving after a fault is left to TrainFaultTolerance")
             return arguments
@@ -211,8 +204,8 @@ class Run:
         self._hold(network, self._native, readable=readable)
         self._network = network
         if self.place.rank == 0:
-            level = logging.WARNING if advice(self.place.world_size) else logging.INFO
-            log.log(level, "%s", protection(self.place.world_size))
+            level = logging.WARNING if self.advice() else logging.INFO
+            log.log(level, "%s", topology.protection(self.place.world_size, self._keeping.on))
 
     def _hold(self, network: Any, writer: Writer, *, readable: bool = True) -> None:
         """Bind the state and its writer."""
@@ -231,6 +224,9 @@ class Run:
         )
         self.source = MindSporeSource(self.state, writer, self.manifests.writer, session.config, session.note)
         self.source.present, self.source.in_order = self.selector.present, self.selector.in_order
+        self._keeping = Keeping(self.source, self.options.arena, session)
+        self.state.keep = self._keeping.fill
+        self.life.on_close(self._keeping.close, last=True)
         self.life.bind(self)
 
     def others_load(self, params: Any, *, evaluation: bool = False) -> None:
@@ -281,7 +277,7 @@ class Run:
 
     def digests(self) -> Digests:
         """Of what all ranks should hold; not before the first step where MindSpore broadcasts in it."""
-        return unknown_yet() if self._first and is_broadcast() else self._digests()
+        return unknown_yet() if self._first and topology.is_broadcast() else self._digests()
 
     def _digests(self) -> Digests:
         assert self.state is not None
@@ -344,6 +340,7 @@ class Run:
         self.state.stop_if_taken(self._saves)
         self.state.capture_again()
         numbers = self.state.numbers
+        self._keeping.look(numbers.step)
         self._seen = numbers.step
         if params is not None and numbers.within == int(params.batch_num):
             self._unseen = f"epoch {numbers.epoch} was cut short on rank {self.place.rank} after its last step"
@@ -409,6 +406,7 @@ class Run:
         if is_to_be_repeated(error):
             self.state.reject()
         if is_to_be_repeated(error) or verdict_of(error) is not None:
+            self._keeping.forget()
             self.session.condemn(cause_of(error))  # the others may not have seen it yet, or not at all
         self.life.failed(error)
 
@@ -436,7 +434,7 @@ class Run:
 
     def advice(self) -> str:
         """About sharded parameters."""
-        return advice(self.place.world_size)
+        return topology.advice(self.place.world_size, self._keeping.on)
 
     def close(self, goodbye: bool) -> None:
         """Undo everything. Idempotent."""

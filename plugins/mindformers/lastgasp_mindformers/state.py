@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from lastgasp.adapter import RankStatus
@@ -38,6 +39,9 @@ class MindSporeState:
     """Order: the gate before the graph is compiled; `begin`; per step `step_begin` and `step_end` on the training
     thread; `settle` when it raised. `look` is the control thread's.
 
+    Attributes:
+        keep: copies a step that the training thread has completed, with its auxiliary state, before that is told.
+
     Args:
         gate: the counters in the graph; None where there are none.
         aux: captures the auxiliary state.
@@ -69,6 +73,7 @@ class MindSporeState:
         self._in_graph = self._saving = self._taken = False
         self._next = self.numbers = Numbers(step=0, epoch=1, within=0)
         self._silent, self._rejected = 0, ""
+        self.keep: Callable[[Numbers, bytes], None] | None = None
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -106,7 +111,7 @@ class MindSporeState:
             Released: a gasp of this step, or of the one before, has begun.
         """
         with self._done:
-            self._complete(numbers)
+            self._complete(numbers, self.keep)
             self._in_graph, self._saving = False, saves and not self._taken
         self.stop_if_taken(saves)
 
@@ -155,13 +160,13 @@ class MindSporeState:
         self._in_graph = self._status.inside = False
         return ""
 
-    def _complete(self, numbers: Numbers) -> None:
+    def _complete(self, numbers: Numbers, keep: Callable[[Numbers, bytes], None] | None = None) -> None:
         with self._done:
             if numbers.step <= self.numbers.step:
                 return
             ended = self._ended()
             self._notice(ended)
-            self.aux.capture(numbers)
+            self.aux.capture(numbers, *([partial(keep, numbers)] if keep is not None else ()))
             self.numbers, self._base = numbers, ended  # in this order: `stands_on` reads them the other way round
             self._step_completed(numbers.step)
 

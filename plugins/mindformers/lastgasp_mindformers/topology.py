@@ -33,13 +33,18 @@ def is_whole() -> bool:
     return parallel_setting("parallel_mode") == "data_parallel" and not parallel_setting("enable_parallel_optimizer")
 
 
+def is_sharded() -> bool:
+    """Each rank holds a part of one training, as far as MindSpore says."""
+    return not is_whole() and parallel_setting("parallel_mode") != "stand_alone"
+
+
 def is_broadcast() -> bool:
     """Ranks may begin with different parameters: MindSpore sends those of rank 0 to all in the first step."""
     return bool(parallel_setting("parameter_broadcast"))
 
 
-def protection(world_size: int) -> str:
-    """What can be saved after a fault, and what cannot; one line."""
+def protection(world_size: int, arenas: bool = False) -> str:
+    """What can be saved after a fault, and what cannot; one line. `arenas`: steps are copied into them."""
     if world_size == 1:
         return (
             "one process: after an exception or SIGTERM no step is lost; one that is killed goes back to its newest "
@@ -51,6 +56,12 @@ def protection(world_size: int) -> str:
             f"parallel_mode {mode}: every rank holds everything, so that a rank that is killed or raises costs no step"
         )
     sharded = "enable_parallel_optimizer" if mode == "data_parallel" else f"parallel_mode {mode}"
+    if arenas:
+        return (
+            f"{sharded}: each rank holds its own shard. No step is lost after an exception or SIGTERM, each rank "
+            "writes its own. A rank that is killed leaves its shard in memory, from which another one writes it: that "
+            "costs the steps since the last copy. All ranks together, or a host, cost those since the newest checkpoint"
+        )
     what = "trains a model of its own as far as MindSpore says" if mode == "stand_alone" else "holds its own shard"
     return (
         f"{sharded}: each rank {what}. SAVED: no step is lost after an exception or SIGTERM, each rank writes its own. "
@@ -60,9 +71,9 @@ def protection(world_size: int) -> str:
     )
 
 
-def advice(world_size: int) -> str:
+def advice(world_size: int, arenas: bool = False) -> str:
     """`protection` where a rank that is killed costs steps; else empty."""
-    return "" if world_size == 1 or is_whole() else protection(world_size)
+    return "" if world_size == 1 or is_whole() or arenas else protection(world_size)
 
 
 def left_to_mindspore() -> bool:

@@ -24,6 +24,7 @@ def main(yaml: str) -> None:
     gc.freeze()
     gc.enable()
     cpu.apply()
+    from support.mindspore import own_moments  # noqa: F401  # registers its optimizer
     if seconds := float(os.environ.get("SLOW_EVALUATION", "0")):
         slow_evaluation(seconds)
     config = MindFormerConfig(yaml)
