@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from lastgasp.exitcodes import SAVED
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from lastgasp_lightning.checkpoint_io import LAYOUT
-from support import logged
+from support import again_faults, logged
 from support.launchers import (
     LIMIT,
     SUPPORT,
@@ -328,6 +329,31 @@ def test_a_second_fault_is_answered_by_a_restart(
     assert last.not_in_place.startswith(SECOND)
     assert [found.step for found in candidates([directory], LAYOUT)] == [8]
     check_same(directory, undisturbed(2))
+
+
+EARLIER = ("step left", "released", "state kept")
+LATER = ("handover", "state taken", "first step")
+
+
+@pytest.mark.product
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("point", "who"), [*itertools.product(EARLIER, "02"), *itertools.product(LATER, "012"), ("joining", "0")]
+)
+def test_a_death_at_each_point_of_a_recovery_loses_no_step(
+    point: str, who: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Rank 1 of three has a new process; a survivor dies, or that one."""
+    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self"}
+    with disturbed(tmp_path, job(run, 3, directory), KILL, **second) as started:
+        pass
+    where = started.output[-6000:]
+    assert (directory / "second").exists(), where
+    found = incidents(directory)
+    assert not any(one.steps_lost for one in found), (found, where)
+    begun = [[step for _, step in lines(directory, rank, "entered")] for rank in range(3)]
+    assert all(steps[0] == "0" and steps[-1] == "8" for steps in begun), (begun, where)
+    check_same(directory, undisturbed(3))
 
 
 @pytest.mark.full

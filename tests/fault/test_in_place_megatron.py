@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import cycle
-from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import pytest
 from lastgasp import exitcodes
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.faults import read_log
-from support import card
+from support import again_faults, card
 from support.disturbed import READY, warm_for
+from support.held import held, more
 from support.launchers import Running, incidents, running, until
 from support.megatron import place
 from support.megatron.job import DIST_OPT, PIPELINE, TENSOR, TWO_INSTANCES, GptJob
@@ -79,11 +79,11 @@ def pids(job: GptJob, rank: int) -> list[str]:
     return list(dict.fromkeys(line.split()[0] for line in lines))
 
 
-def check(job: GptJob, started: Running, expected: Losses, *lost: int) -> None:
-    """Recoveries in place, one for each rank of `lost` or one without, which lost no step and no other process."""
+def check(job: GptJob, started: Running, expected: Losses, *lost: int | None) -> None:
+    """Recoveries in place, one for each of `lost` (a rank, or none), which lost no step and no other process."""
     found = incidents(job.checkpoints)
     where = f"{found}\n{started.output[-6000:]}"
-    rungs = ["replace"] * len(lost) or ["retry"]
+    rungs = ["retry" if rank is None else "replace" for rank in lost or (None,)]
     assert [(one.ending, one.steps_lost, one.rung) for one in found] == [("in_place", 0, rung) for rung in rungs], where
     assert [len(pids(job, rank)) for rank in range(job.ranks)] == [1 + lost.count(r) for r in range(job.ranks)], where
     check_losses(job, expected, where)
@@ -152,7 +152,7 @@ def matrix() -> list[Case]:
     """Each layout with a killed rank, the moments taking turns; each moment of an exception; of some layouts one."""
     layouts = (*LAYOUTS, *OF_EXPERTS)
     return [
-        *(Case(layout, "sigkill", moment) for layout, moment in zip(layouts, cycle(MOMENTS), strict=False)),
+        *(Case(layout, "sigkill", moment) for layout, moment in zip(layouts, itertools.cycle(MOMENTS), strict=False)),
         *(Case("dp2", "exception", moment) for moment in MOMENTS),
         *(Case(layout, "exception", "backward") for layout in ("pp2-dp2", "tp2", "dp2-one-instance")),
         *(Case(layout, "exception", "forward") for layout in ("ep2-one-instance", "ep2-dp4-two-instances")),
@@ -249,18 +249,28 @@ def test_save_ends_the_job_and_the_next_start_resumes(tmp_path: Path, expected: 
     check_losses(job, expected("--bf16"), second.output[-6000:])
 
 
+@pytest.mark.product
 @pytest.mark.full
-@pytest.mark.parametrize("second", [0, 1], ids=["new-process", "survivor"])
-def test_a_death_on_the_way_back_costs_no_step(second: int, tmp_path: Path, expected: Any) -> None:
-    job = job_in(tmp_path, "--bf16")
-    faults = "kind=sigkill,rank=0,step=6,phase=backward"
-    with disturbed(job, faults, DIES_AGAIN=str(second)) as started:
+@pytest.mark.parametrize(
+    ("point", "who"), [("let go", "1"), *itertools.product(("entered", "data sets", "first step"), "01")]
+)
+def test_a_death_at_each_point_of_a_recovery_loses_no_step(
+    point: str, who: str, tmp_path: Path, expected: Any
+) -> None:
+    """Rank 0 of two has a new process; the survivor dies, or that one. The step is on disk."""
+    flags = "--bf16 --global-batch-size 4"  # one micro-batch: who begins another one begins a step
+    job = job_in(tmp_path, flags)
+    faults, second = "kind=sigkill,rank=0,step=6,phase=backward", {again_faults.VARIABLE: f"{point},{who},self"}
+    with disturbed(job, faults, **second) as started:
         pass
     found = incidents(job.checkpoints)
     where = f"{found}\n{started.output[-6000:]}"
+    assert (job.losses_folder / "second").exists(), where
     assert found[0].rung == "replace" and not any(one.steps_lost for one in found), where
-    assert [len(pids(job, rank)) for rank in range(2)] == [2, 2], where  # neither of the second ones came to a step
-    check_losses(job, expected("--bf16"), where)
+    for rank in range(2):
+        trained = [line.split()[0] for line in (job.losses_folder / f"script-{rank}").read_text().splitlines()]
+        assert len([*itertools.groupby(trained)]) == len(set(trained)), where  # one process after the other
+    check_losses(job, expected(flags), where)
 
 
 @pytest.mark.full
@@ -276,24 +286,27 @@ def test_a_new_process_that_dies_before_it_meets_the_others_is_not_waited_for(tm
 
 
 OFFER = "a fault can be answered in place, as incarnation {}\n"
-KILLS, SETTLED, MEMORY = 6, 2, 40_000
-"""Ranks killed in one job; after how many of them what is held is compared with; kB."""
+FAULTS, SETTLED, MEMORY = 30, 5, 40_000
+"""Faults in one job; after how many of them what is held is compared with; kB."""
+KINDS = ("sigkill,rank=0", "sigkill,rank=0", "exception,rank=1", "sigkill,rank=0", "exception,rank=0")
 
 
 @pytest.mark.full
-def test_nothing_grows_with_the_number_of_kills(tmp_path: Path) -> None:
+def test_nothing_grows_with_the_number_of_faults(tmp_path: Path) -> None:
     """Neither with the survivor, which has workers of data loaders and what `torch_dist` saves with, nor the launcher.
 
     Nor is anything left of those that were killed.
     """
-    flags = "--bf16 --num-workers 2 --ckpt-format torch_dist"
-    calm, job = (replace(job_in(tmp_path / name, flags), last=3 * KILLS + 4, every=2) for name in ("calm", "job"))
+    last = 3 * FAULTS + 4
+    flags = f"--bf16 --num-workers 2 --ckpt-format torch_dist --train-iters {last + 6}"
+    calm, job = (replace(job_in(tmp_path / name, flags), last=last, every=2) for name in ("calm", "job"))
     assert calm.run({"LASTGASP": "0"}, timeout=400.0).ok
     job.folder.mkdir()
-    holds = [3 * number for number in range(1, KILLS + 2)]
-    faults = ";".join(f"kind=sigkill,rank=0,step={step},phase=backward,incarnation={number}"
-                      for number, step in enumerate(holds[:-1]))  # fmt: skip
-    held, dead = list[str](), list[int]()
+    holds = [3 * number for number in range(1, FAULTS + 2)]
+    kinds = [KINDS[number % len(KINDS)] for number in range(FAULTS)]
+    faults = ";".join(f"kind={kind},step={step},phase=backward,incarnation={number}"
+                      for number, (kind, step) in enumerate(zip(kinds, holds, strict=False)))  # fmt: skip
+    before, dead = "", list[int]()
     with disturbed(job, faults, HOLDS=",".join(map(str, holds))) as started:
         for number, step in enumerate(holds):
             until(lambda: OFFER.format(number + 1) in started.output or started.process.poll() is not None,  # noqa: B023
@@ -302,12 +315,14 @@ def test_nothing_grows_with_the_number_of_kills(tmp_path: Path) -> None:
             assert [pid for pid in dead if _session(pid)] == []
             victim, survivor = (int(pids(job, rank)[-1]) for rank in range(2))
             both = (survivor, started.process.pid)
-            if number == KILLS:  # the launcher has a thread more at times
-                until(lambda: not _more(held[SETTLED], _held(*both)), f"nothing has grown: {held}, {_held(*both)}")  # noqa: B023
-            held.append(_held(*both))
-            dead.append(victim)
+            if number == SETTLED:
+                before = held(*both)
+            if number == FAULTS:  # the launcher has a thread more at times
+                until(lambda: not more(before, held(*both), MEMORY), f"no growth: {before}, {held(*both)}")  # noqa: B023
+            if number < FAULTS and "sigkill" in kinds[number]:
+                dead.append(victim)
             (job.folder / f"go-{step}").touch()
-    check(job, started, calm.losses(), *[0] * KILLS)
+    check(job, started, calm.losses(), *[0 if "sigkill" in kind else None for kind in kinds])
 
 
 def _iteration(job: GptJob, rank: int) -> int:
@@ -324,27 +339,3 @@ def _session(leader: int) -> list[int]:
             if int(session) == leader and state != "Z":
                 found.append(int(file.parent.name))
     return found
-
-
-def _held(*pids: int) -> str:
-    """kB, descriptors, threads and children of processes."""
-    return "\n".join(map(_of, pids))
-
-
-def _of(pid: int) -> str:
-    proc = Path("/proc", str(pid))
-    sizes = dict(line.split(":") for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
-    children = sum(len(path.read_text().split()) for path in proc.glob("task/*/children"))
-    kept = int(sizes["Private_Dirty"].split()[0])
-    return f"{kept} {len(list((proc / 'fd').iterdir()))} {len(list((proc / 'task').iterdir()))} {children}"
-
-
-def _more(before: str, now: str) -> bool:
-    pairs = zip(before.splitlines(), now.splitlines(), strict=True)
-    return any(
-        int(b.split()[0]) > int(a.split()[0]) + MEMORY or any(map(gt, _counts(b), _counts(a))) for a, b in pairs
-    )
-
-
-def _counts(line: str) -> list[int]:
-    return [int(one) for one in line.split()[1:]]
