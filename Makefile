@@ -7,6 +7,7 @@ MEGATRON := $(VENV)/.megatron
 MINDSPORE := $(VENV)/.mindspore
 TENSORFLOW := $(VENV)/.tensorflow
 DEEPSPEED := $(VENV)/.deepspeed
+OLDER := $(VENV)/.older
 OUT    ?= out/demo
 # More options for pytest, e.g. make test ARGS="-k manifest -x"
 ARGS   ?=
@@ -52,6 +53,11 @@ $(DEEPSPEED): constraints.txt tests/support/deepspeed_place.py | $(STAMP)
 	cd tests && ../$(BIN)/python -m support.deepspeed_place
 	@touch $@
 
+# 2 MB: a release of Lightning before the newest.
+$(OLDER): tests/support/older_place.py | $(STAMP)
+	cd tests && ../$(BIN)/python -m support.older_place lightning
+	@touch $@
+
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)
 	$(BIN)/lastgasp demo --out $(OUT)
 
@@ -68,15 +74,16 @@ lint: $(STAMP) docs  ## ruff, mypy --strict, import contracts, links of the docu
 unexport PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE PYTHONWARNINGS PYTHONUNBUFFERED PYTHONHASHSEED PYTHONDEVMODE PYTHONSAFEPATH
 unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTEST_DISABLE_PLUGIN_AUTOLOAD
 
-# What is skipped without Megatron or MindSpore must not be skipped where they are fetched.
+# What is skipped without Megatron, MindSpore or an older Lightning must not be skipped where they are fetched.
 test tests test-full: export TESTS_NEED_MEGATRON := 1
 test tests test-full: export TESTS_NEED_MINDSPORE := 1
+test tests test-full: export TESTS_NEED_OLDER := 1
 test-full: export TESTS_NEED_TENSORFLOW := 1
 test-full: export TESTS_NEED_DEEPSPEED := 1
 
 # Lint runs beside the tests: mypy is one process, and a fresh checkout has nothing in its cache.
 test: lint tests  ## lint, and all tests but the full matrix
-tests: $(MEGATRON) $(MINDSPORE)
+tests: $(MEGATRON) $(MINDSPORE) $(OLDER)
 	$(BIN)/python -m pytest -m "not full" $(WORKERS) $(ARGS)
 
 test-fast: $(STAMP)  ## the tests of a few seconds
@@ -85,7 +92,7 @@ test-fast: $(STAMP)  ## the tests of a few seconds
 # Of a matrix the cases that cover each pair of values; PRODUCTS= runs all of them, TESTS_COLD=1 starts every process as
 # users do, where others are forked from one that has imported torch (tests/support/prefork): half a day, and twice that.
 PRODUCTS ?= --covering
-test-full: lint $(MEGATRON) $(MINDSPORE) $(TENSORFLOW) $(DEEPSPEED)  ## everything, the fault matrices included (hours)
+test-full: lint $(MEGATRON) $(MINDSPORE) $(OLDER) $(TENSORFLOW) $(DEEPSPEED)  ## everything, the fault matrices included (hours)
 	$(BIN)/python -m pytest -o faulthandler_timeout=2000 $(PRODUCTS) $(WORKERS) $(ARGS)
 
 # For a machine with a GPU and its own torch, e.g. in an active environment: BIN=$$(dirname $$(which python3)).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from lastgasp.exitcodes import SAVED
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from lastgasp_lightning.checkpoint_io import LAYOUT
-from support import again_faults, logged
+from support import again_faults, logged, older_place
 from support.launchers import (
     LIMIT,
     SUPPORT,
@@ -135,6 +136,26 @@ def test_a_script_that_imports_pytorch_lightning_is_protected_alike(tmp_path: Pa
     check_in_place(directory, started, 2, replaced=1)
     check_same(directory, undisturbed(2))
     assert checkpoints(directory) == checkpoints(undisturbed(2)) != []
+
+
+@pytest.mark.skipif(bool(older_place.missing("lightning")), reason=older_place.missing("lightning"))
+@pytest.mark.parametrize("recovery", ["auto", "restart"])
+def test_an_older_lightning_goes_on_with_the_same_numbers(tmp_path: Path, undisturbed: Any, recovery: str) -> None:
+    directory, script = tmp_path / "d", tmp_path / "train.py"
+    script.write_text(
+        f"import lightning, runpy\nassert lightning.__version__ == {older_place.version('lightning')!r}\n"
+        f"runpy.run_path({str(WORKER)!r}, run_name='__main__')\n"
+    )
+    paths = os.pathsep.join([str(older_place.folder("lightning")), str(SUPPORT.parent)])
+    faults, more = "kind=sigkill,rank=1,step=8,phase=backward", {"LASTGASP_RECOVERY": recovery, "PYTHONPATH": paths}
+    with disturbed(tmp_path, run(script, "--dir", directory), faults, **more) as started:
+        pass
+    if recovery == "auto":
+        check_in_place(directory, started, 2, replaced=1)
+    else:
+        [incident] = incidents(directory)
+        assert (incident.ending, incident.steps_lost) == ("saved", 0)
+    assert differences(directory / "final.pt", undisturbed(2) / "final.pt") == []
 
 
 def test_a_step_that_failed_is_done_again(tmp_path: Path, undisturbed: Any) -> None:

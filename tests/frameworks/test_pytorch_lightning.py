@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lastgasp import trainer_callbacks
 from lastgasp.errors import ConfigError
+from lastgasp_lightning import LastGasp
+from lastgasp_lightning.compat import LightningChanged
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 PLUGINS = {"lightning.pytorch": "lastgasp_lightning", "pytorch_lightning": "lastgasp_pytorch_lightning"}
@@ -62,6 +65,12 @@ def test_the_plugin_of_the_other_name_is_refused_with_what_to_write(name: str, t
     callback = importlib.import_module(PLUGINS[other]).LastGasp(tmp_path)
     with pytest.raises(ConfigError, match=f"`from {PLUGINS[name]} import LastGasp`"):
         fitted(name, tmp_path, callback)
+
+
+def test_a_lightning_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning, "__version__", "2.4.0")
+    with pytest.raises(LightningChanged, match=r"Lightning 2\.4\.0 is too old.*lightning>=2\.5"):
+        fitted("lightning.pytorch", tmp_path, LastGasp(tmp_path))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -32,6 +32,7 @@ DISTRIBUTIONS: Final = (
     "torch",
     "torch-npu",
     "lightning",
+    "pytorch-lightning",
     "megatron-core",
     "mindspore",
     "mindformers",

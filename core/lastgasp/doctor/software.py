@@ -180,13 +180,12 @@ def torch_npu_cuda(machine: Machine) -> Iterator[Match]:
 
 @check("lightning-series", "warning", "lightning.md", "A Lightning that the adapter was not tested with")
 def lightning_series(machine: Machine) -> Iterator[Match]:
-    """2.6 was measured."""
-    found = machine.version("lightning")
-    if found and found[:2] != (2, 6):
-        what = (
-            f"lightning {machine.versions['lightning']}: the adapter was tested with 2.6, and says so when it differs"
-        )
-        yield Match(what, "pip install 'lightning>=2.6,<2.7'")
+    """2.6 was measured, and 2.5 run."""
+    for name in ("lightning", "pytorch-lightning"):
+        found = machine.version(name)
+        if found and found[:2] not in ((2, 5), (2, 6)):
+            what = f"{name} {machine.versions[name]}: the adapter was run with 2.5 and 2.6; a fit refuses what differs"
+            yield Match(what, f"pip install '{name}>=2.5,<2.7'")
 
 
 @check("megatron-series", "warning", "megatron.md §7", "A Megatron that the adapter was not tested with")

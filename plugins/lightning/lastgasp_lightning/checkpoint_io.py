@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, Preload, RankStatus
 from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, SingleFile, Staged, has_manifest, read_manifest
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
+from lastgasp_lightning.compat import TAKES_WEIGHTS_ONLY, given_on
 from lastgasp_lightning.state import KEY
 
 log = logging.getLogger("lastgasp")
@@ -165,8 +166,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             DamagedCheckpoint: it does not match its manifest.
         """
         if is_remote(path) or not has_manifest(target := named(Path(path).absolute()), LAYOUT):
-            loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, weights_only)
+            loaded: dict[str, Any] = self._original.load_checkpoint(path, map_location, *given_on(weights_only))
             return loaded
+        weights_only = weights_only if TAKES_WEIGHTS_ONLY else False
         plain = self.preload is not None and map_location is _here and weights_only is False
         found: dict[str, Any] | None = self.preload.take(target) if self.preload is not None and plain else None
         if found is None:

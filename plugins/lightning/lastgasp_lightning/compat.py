@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import lightning
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import callbacks
 
 from lastgasp.adapter import LastgaspError, Undo, replace_attribute
 
-__all__ = ["LightningChanged", "Undo", "WeightAveraging", "check", "own_dict", "replace_method", "require"]
+__all__ = [
+    "TAKES_WEIGHTS_ONLY",
+    "LightningChanged",
+    "Undo",
+    "WeightAveraging",
+    "check",
+    "given_on",
+    "own_dict",
+    "replace_method",
+    "require",
+]
 
-_KNOWN = "2.6"
+_OLDEST = (2, 5)
+"""Loops of older releases keep their place in another way: what resumed there was not what had stopped."""
 
 
 class _Nobody(callbacks.Callback):
@@ -23,13 +36,22 @@ WeightAveraging: type[callbacks.Callback] = getattr(callbacks, "WeightAveraging"
 
 
 class LightningChanged(LastgaspError):
-    """An attribute of Lightning that the plugin relies on is not there."""
+    """This Lightning is none that the plugin knows."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"Lightning {lightning.__version__} has no {what}; this version of lastgasp was written for Lightning "
-            f"{_KNOWN}. Install lightning>={_KNOWN},<2.7, or a newer lastgasp."
+            f"Lightning {lightning.__version__} {what}; this version of lastgasp is for Lightning 2.5 and 2.6. "
+            "Install lightning>=2.5,<2.7, or a newer lastgasp."
         )
+
+
+TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+"""Whether `weights_only` goes from `Trainer.fit` to what loads the file: since Lightning 2.6. Before, it was False."""
+
+
+def given_on(weights_only: bool | None) -> tuple[bool | None, ...]:
+    """As the last positional argument of what loads a checkpoint, where it takes one."""
+    return (weights_only,) if TAKES_WEIGHTS_ONLY else ()
 
 
 def require(owner: object, *names: str) -> None:
@@ -40,15 +62,17 @@ def require(owner: object, *names: str) -> None:
     """
     for name in names:
         if not hasattr(owner, name):
-            raise LightningChanged(f"{type(owner).__name__}.{name}")
+            raise LightningChanged(f"has no {type(owner).__name__}.{name}")
 
 
 def check(trainer: Any) -> None:
     """Check every private attribute of `trainer` and its loops that this plugin reads or replaces.
 
     Raises:
-        LightningChanged: one is missing.
+        LightningChanged: one is missing, or Lightning is too old.
     """
+    if tuple(map(int, lightning.__version__.split(".")[:2])) < _OLDEST:
+        raise LightningChanged("is too old")
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     require(trainer, "_checkpoint_connector", "_logger_connector", "strategy", "lr_scheduler_configs")
     require(trainer._checkpoint_connector, "dump_checkpoint")

@@ -33,7 +33,7 @@ from lastgasp_lightning.checkpoint_io import (
     named,
     search_folders,
 )
-from lastgasp_lightning.compat import replace_method
+from lastgasp_lightning.compat import given_on, replace_method
 from lastgasp_lightning.ranks import is_sharded_by
 from lastgasp_lightning.thisfit import ThisFit
 
@@ -143,15 +143,17 @@ class LightningSelector:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def restore(checkpoint_path: Any = None, weights_only: bool | None = None) -> Any:
                 if self._trainer.state.fn != TrainerFn.FITTING:
-                    return original(checkpoint_path, weights_only)
+                    return original(checkpoint_path, *given_on(weights_only))
 
                 def load(path: Path) -> None:
                     # Our own key holds more than tensors; Lightning's default would refuse it.
-                    original(str(path), False if weights_only is None else weights_only)
+                    original(str(path), *given_on(False if weights_only is None else weights_only))
 
                 if weights_only:  # the user does not trust what would be unpickled
                     self.io = None
-                return None if self.load(load, checkpoint_path) else original(checkpoint_path, weights_only)
+                if self.load(load, checkpoint_path):
+                    return None
+                return original(checkpoint_path, *given_on(weights_only))
 
             return restore
 

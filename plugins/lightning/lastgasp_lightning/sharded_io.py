@@ -16,7 +16,7 @@ from lastgasp.adapter.checkpoint import FileEntry, Staged, has_manifest, read_fi
 from lastgasp.adapter.files import make_directory, unique_temp
 from lastgasp.adapter.torch import with_added
 from lastgasp_lightning.checkpoint_io import SHARDED, VerifiedCheckpointIO, is_remote, named
-from lastgasp_lightning.compat import replace_method
+from lastgasp_lightning.compat import given_on, replace_method
 from lastgasp_lightning.sharded import OWN
 from lastgasp_lightning.state import KEY
 
@@ -129,7 +129,7 @@ class ShardedCheckpoints:
         if not is_remote(checkpoint_path) and path.is_dir():
             path = named(path, SHARDED)
             self._verify(path)
-        loaded: dict[str, Any] = load(checkpoint_path, weights_only)
+        loaded: dict[str, Any] = load(checkpoint_path, *given_on(weights_only))
         self._io.newest.setdefault((path / OWN).is_file(), path.resolve())
         if not is_remote(checkpoint_path) and (path / OWN).is_file():
             # Not weights_only: it is our own file, verified, and holds states of the user's objects.
