@@ -47,7 +47,7 @@ def made(status: RankStatus) -> Any:
     )
     run._dataset, run._aux, run._ended, run._saves, run._first, run._epochs = None, b"", False, False, False, 0
     run._left_files, run._again, run._unseen = LeftFiles(), False, ""
-    run._total = 0
+    run._total, run._keeping = 0, MagicMock(on=False)
     run._network, run.source = nn.Dense(2, 2), MindSporeSource.__new__(MindSporeSource)
     run.selector, run._native = SimpleNamespace(resumed=12), SimpleNamespace(completed_before=0)
     return run
