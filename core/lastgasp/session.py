@@ -274,9 +274,9 @@ class Session:
         self._processor.beat_now()
         imported.report()
 
-    def take_sigterm(self, users: Any = None) -> None:
-        """Take over SIGTERM, on the main thread; `users` is the user's own handler, which is called as well."""
-        self._processor.term.install(users)
+    def take_sigterm(self, users: Any = None) -> Any:
+        """Take over SIGTERM, on the main thread; `users`: the user's own handler, called as well. Returns it."""
+        return self._processor.term.install(users)
 
     def gather(self, tag: str, payload: bytes, seconds: float = GATHER_TIMEOUT) -> list[bytes]:
         """All-gather over the control connection (ports.Gather); needs no process group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_everything_is_undone_in_reverse_order_once_whatever_raises(
     assert "take_out_a_hook" in caplog.text and "somebody else has taken it out" in caplog.text
 
 
+def test_ranks_that_differed_before_are_no_sign_of_what_makes_them_differ(
+    run: AdapterRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loop whose models differ from the start is told that its optimizers divide their work."""
+    run.bind(ToyTraining())
+    found = [True, False]
+    monkeypatch.setattr(run.session, "compare_replicas", lambda *_, **__: found.pop(0))
+    assert [run.compare_again() for _ in range(3)] == [True, False, True]
+    assert (found, run.alike) == ([], False)
+
+
 def test_an_interrupt_at_the_end_is_not_swallowed(run: AdapterRun) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
@@ -190,6 +202,31 @@ def test_a_good_exit_and_a_verdict_are_no_fault(run: AdapterRun, error: BaseExce
     training = begun(run)
     run.failed(error)
     assert training.source.done == [] and run.session.status.outcome is None
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_training_that_a_handler_of_sigterm_has_ended_is_saved_first(run: AdapterRun, exits: bool) -> None:
+    """It calls `sys.exit(0)`, or has told the loop to end."""
+    training, told = ToyTraining(), list[int]()
+    run.bind(training)
+
+    def handler(number: int, frame: object) -> None:
+        told.append(number)
+        if exits:
+            raise SystemExit(0)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run.begin(3, durable=0, users_handler=handler)
+    run.session.step_completed(4)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        run.finish()
+        run.close(completed=True)
+    except SystemExit as error:
+        run.failed(error)
+    assert told == [signal.SIGTERM] and training.source.done.count("save 4") == 1
+    assert run.session.status.outcome is not None and run.session.status.outcome.ending == "saved"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("how", ["condemned", "by a verdict", "to be repeated"])

@@ -22,6 +22,7 @@ from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.by_files import gather_saved
 from lastgasp.gasp.messages import Release, encodable
 from lastgasp.gasp.rank_status import Released
+from lastgasp.gasp.signals import TermSignal
 from lastgasp.launch import framework_verdict
 from lastgasp.launch.framework_verdict import Verdict
 from lastgasp.ports import StateSource, StepLeft
@@ -146,6 +147,7 @@ class AdapterRun:
             place = replace(place, incarnation=int(os.environ.get(LED) or 0))
         self.framework, self.config = framework, config
         self.source = DeferredSource(place.rank)
+        self._term: TermSignal | None = None
         self.begun, self.alike, self.alike_before, self.stays = False, True, False, False
         self.before_again: Callable[[Again], object] | None = None
         self._training: Training | None = None
@@ -209,7 +211,7 @@ class AdapterRun:
         self.session.status.entered = True
         self.session.training_started(step, durable, loaded)
         if threading.current_thread() is threading.main_thread():
-            self.session.take_sigterm(users_handler)
+            self._term = self.session.take_sigterm(users_handler)
         self.begun = True
         return self.alike
 
@@ -231,12 +233,14 @@ class AdapterRun:
             digests: of what may differ by now; default: as when training began.
 
         Returns:
-            Whether they still are.
+            False where this has shown that they are not. What was known before says nothing about the cause.
         """
         assert self._training is not None, "bind() comes before"
-        if self.alike:  # `digests`: where they cannot be asked, one has just died, and they compare when they are back
-            asked = self._training.digests if digests is None else digests
-            self.alike = self.session.compare_replicas(asked, alike_before=digests is not None)
+        if not self.alike:
+            return True
+        # `digests`: where they cannot be asked, one has just died, and they compare when they are back
+        asked = self._training.digests if digests is None else digests
+        self.alike = self.session.compare_replicas(asked, alike_before=digests is not None)
         return self.alike
 
     def enter_again(self, training: Training, step: int, durable: int, users_handler: Any) -> None:
@@ -248,7 +252,7 @@ class AdapterRun:
         self.bind(training)
         self.session.status.entered = False
         self.session.training_started(step, durable=durable)
-        self.session.take_sigterm(users_handler)
+        self._term = self.session.take_sigterm(users_handler)
         self.begun = True
 
     # -- end --------------------------------------------------------------------------------------
@@ -272,10 +276,11 @@ class AdapterRun:
         verdict = self.framework.verdict_of(error)
         if verdict is not None:
             _give(verdict)
-        if verdict is not None or is_success(error):
+        success = is_success(error)
+        if verdict is not None or (success and not self._told_to_end()):
             self.close(completed=True)
             return
-        kind = self.framework.kind_of(error)
+        kind: FaultKind = "sigterm" if success else self.framework.kind_of(error)
         if not self.begun:
             self.session.failed_to_start(error, kind)
         else:
@@ -295,6 +300,11 @@ class AdapterRun:
         if self.begun:
             self.session.condemn(verdict.why)
             self.session.fault("exception", verdict.why)
+
+    def _told_to_end(self) -> bool:
+        """Whether SIGTERM has come, so that a handler of the user's has ended the training; its step is on no disk."""
+        status = self.session.status
+        return self.begun and self._term is not None and self._term.seen and status.step > status.durable
 
     def _recover(self, error: BaseException, kind: FaultKind) -> Release:
         training, status, cause = self._training, self.session.status, cause_of(error)
@@ -352,9 +362,13 @@ class AdapterRun:
     def finish(self) -> None:
         """Training ended well: say so, before `close`, where the training may be entered again.
 
+        Where a handler of the user's for SIGTERM has ended it, the step is saved first.
+
         Raises:
             Released: it is, since a rank had failed before that was known. All ranks are needed for it.
         """
+        if self._told_to_end():
+            self.session.fault("sigterm", "SIGTERM, and training has ended")
         if self.before_again is not None and self.begun:
             outcome = self.session.goodbye()
             if outcome is not None and outcome.again is not None:

@@ -24,6 +24,9 @@ class TermSignal:
 
     Args:
         previous: the user's own handler, called on the main thread as well when Python gets to it.
+
+    Attributes:
+        seen: SIGTERM has come, and Python's handler was called.
     """
 
     def __init__(self) -> None:
@@ -33,17 +36,18 @@ class TermSignal:
         self._previous: Handler = None
         self._previous_fd = -1
         self._users: Handler = None
-        self.installed = False
+        self.installed = self.seen = False
         _live.add(self)
 
-    def install(self, users: Handler = None) -> None:
-        """Replace the handler; `users` is called as well, after ours has noted the signal."""
+    def install(self, users: Handler = None) -> TermSignal:
+        """Replace the handler; `users` is called as well, after ours has noted the signal. Returns itself."""
         if self.installed:
-            return
+            return self
         self._users = users
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self.installed = True
+        return self
 
     def uninstall(self) -> None:
         """Restore the previous handler, unless another one has been set since."""
@@ -58,6 +62,7 @@ class TermSignal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
         if callable(self._users):
             self._users(number, frame)
 
