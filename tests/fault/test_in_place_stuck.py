@@ -57,9 +57,10 @@ def test_where_it_cannot_be_replaced_the_step_is_saved_and_the_job_restarts(tmp_
     with disturbed(tmp_path, job(run, 2, directory, "--stuck", "1"), faults, **limits) as started:
         pass
     where = started.output[-8000:]
-    first, last = incidents(directory)
+    first, last, own = incidents(directory)
     assert (first.rung, last.rung, first.steps_lost, last.steps_lost) == ("retry", "", 0, 0), where
     assert (last.ending, last.step_saved) == ("saved", 8), where
+    assert (own.led_by, own.ending, own.steps_lost) == ("rank 1", "saved", 0), own  # it saves, too
     assert last.not_in_place.startswith("there is no warm process"), last.not_in_place
     assert "rank 1 does not leave its training: it ends, and the job restarts" in started.output, where
     assert differences(undisturbed(2), directory / "final.pt") == []

@@ -114,7 +114,8 @@ def training(args: argparse.Namespace) -> None:
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
                 TRICKS[args.trick](args, s)
-                if (args.stuck, s.step, os.environ.get("LASTGASP_INCARNATION")) == (str(rank), 8, None):
+                first = (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None)
+                if args.stuck == str(rank) and first and s.step == 8:
                     time.sleep(10 * again_faults.PATIENCE)
                 while s.step >= GATE and not (args.dir / "go").exists():
                     (args.dir / f"gate-{rank}").touch()

@@ -21,7 +21,7 @@ from lastgasp.errors import NotSaveable
 from lastgasp.gasp.again import NEW, Again
 from lastgasp.gasp.going_on import Fewer
 from lastgasp.ports import Layout, StateSource
-from lastgasp.pytorch.cut import cut_from, cut_hosts, outside
+from lastgasp.pytorch.cut import cut_connections, cut_from, cut_hosts, outside
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.handover import cloned
 from lastgasp.pytorch.io import save_verified
@@ -40,6 +40,8 @@ from lastgasp.topology import Place
 COPIES = 2
 """Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
 state has as many at a time."""
+FREED_AFTER = 3.0
+"""Seconds that a training thread may need to leave its training by itself, before its connections are cut."""
 FREED_EVERY = 0.1
 """Seconds between two times that the training thread's wait for others is ended: it may just have begun another one."""
 NO_ENTRY = "the training is not inside of a function that lastgasp.pytorch.train calls"
@@ -74,7 +76,7 @@ class AgainHere:
             self._led()
         elif entry is not None and not entry.why and entry.sessions == 1:
             status.recovery = run.recovery if entry.first else LATER.get(run.recovery, run.recovery)
-            status.ends, status.free = outside, None  # all are here
+            status.ends, status.free = outside, frees(run.life)
             status.fewer, status.cut_off = Fewer(self.elastic()), cut_hosts
             status.cannot_again, run.life.before_again, self._bytes = self._cannot_here, self.keep, -1
             entry.objects = entry.objects or self.objects()
@@ -409,6 +411,19 @@ def rejoin(
         life.close(completed=False)
         raise
     return life
+
+
+def frees(life: AdapterRun) -> Callable[[], Callable[[], None]]:
+    """For `RankStatus.free`: the training thread may wait for a rank that stays where it is, or others for this one."""
+    status, left = life.session.status, threading.Event()
+    life.on_close(left.set)
+
+    def free() -> None:
+        again = None if left.wait(FREED_AFTER) or status.outcome is None else status.outcome.again
+        if again is not None:
+            cut_connections(again.pids, again.ends, again.port)
+
+    return lambda: free
 
 
 def _free(port: int, over: threading.Event) -> None:
