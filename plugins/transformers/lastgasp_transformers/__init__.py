@@ -10,7 +10,11 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtra("transformers", error.name or "transformers") from error
 
-from lastgasp_transformers.callback import LastGasp
+from lastgasp_transformers.supported import require_known_version
+
+require_known_version()
+
+from lastgasp_transformers.callback import LastGasp  # noqa: E402
 
 del _accelerate, _transformers
 

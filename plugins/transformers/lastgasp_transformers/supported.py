@@ -24,6 +24,19 @@ NEEDS = {
 }
 """Methods that are replaced in the Trainer that trains, and their parameters (docs/facts/transformers.md §1)."""
 
+_OLDEST = (5, 23)
+"""Older ones lack what is imported, or what is read in a step; some resume elsewhere than they had stopped."""
+
+
+def require_known_version() -> None:
+    """Before anything else is imported.
+
+    Raises:
+        HookNotPlaced: this transformers is too old.
+    """
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+        raise adapter.HookNotPlaced("transformers 5.23 or newer", transformers.__version__, versions_known())
+
 
 def versions_known() -> str:
     """For the error of a hook that does not fit."""
@@ -46,9 +59,8 @@ def require_supported(trainer: Any, trial: Any) -> None:
     """
     args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
     plain = kind == "NO" or (kind.startswith("MULTI_") and trainer.accelerator.parallelism_config is None)
-    loads_in_parts = getattr(trainer, "is_distributed_loading_by_transformers", False)  # transformers 5.23
     for field, value, bad, allowed in (
-        ("distributed_type", kind, not plain or loads_in_parts, "DDP or one device"),
+        ("distributed_type", kind, not plain or trainer.is_distributed_loading_by_transformers, "DDP or one device"),
         ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
         ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
         ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),
