@@ -154,6 +154,25 @@ def test_a_job_without_lastgasp_is_plain_torchruns(tmp_path: Path) -> None:
     assert ends[0] == ends[1] == (1, ["x", "x"], True, True)
 
 
+def test_what_a_batch_system_sends_to_all_processes_is_for_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "here = pathlib.Path(sys.argv[1])\n"
+        "assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (here / ('told-' + os.environ['RANK'])).touch())\n"
+        "(here / ('pid-' + os.environ['RANK'] + '.part')).write_text(str(os.getpid()))\n"
+        "(here / ('pid-' + os.environ['RANK'] + '.part')).rename(here / ('pid-' + os.environ['RANK']))\n"
+        "while not (here / ('told-' + os.environ['RANK'])).exists(): time.sleep(0.01)\n"
+    )
+    pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    with running(tmp_path, run(script, tmp_path)) as [job]:
+        until(lambda: all(pid.exists() for pid in pids), "the ranks run")
+        for pid in (job.process.pid, *(int(pid.read_text()) for pid in pids)):
+            os.kill(pid, signal.SIGUSR1)
+        assert job.code() == 0, job.output[-4000:]
+
+
 def test_max_restarts_0_is_honoured_and_the_exit_code_says_so(tmp_path: Path) -> None:
     done = finish(run("--max-restarts", 0, WORKER, tmp_path / "d", "die", 2), tmp_path)
     assert done.returncode == exitcodes.SAVED, done.output[-4000:]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lastgasp import _clock, logs, narration
+from lastgasp import _clock, logs, narration, user_signals
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.steps.recover import recover_orphans
 
@@ -351,6 +351,7 @@ def _main() -> None:
         sys.stdout.flush()
         os._exit(0 if port else 1)
     os.close(reading)
+    user_signals.outlive()
     logs.set_up()
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

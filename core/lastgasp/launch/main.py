@@ -7,7 +7,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import determine_local_world_size, get_args_parser
 from torch.distributed.run import run as torch_run
 
-from lastgasp import exitcodes
+from lastgasp import exitcodes, user_signals
 from lastgasp.gasp.secret import Secret
 from lastgasp.launch import agent
 from lastgasp.launch.numbers import require_numbers
@@ -31,6 +31,7 @@ def launch(arguments: list[str], taskd: bool = False) -> None:
 
         use_taskd_agent()
     swap_agent(api)
+    user_signals.outlive()
     try:
         options = get_args_parser().parse_args(arguments)
         require_numbers(str(options.nnodes), str(options.nproc_per_node), determine_local_world_size)

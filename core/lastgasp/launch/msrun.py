@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lastgasp import user_signals
 from lastgasp.errors import ConfigError, MissingExtra
 from lastgasp.launch.framework import STARTERS
 from lastgasp.launch.mswatch import Watch
@@ -138,6 +139,7 @@ def launch(arguments: list[str]) -> int:
     args.task_script, args.task_script_args = started_by_us(args.task_script, args.task_script_args)
     users = os.environ.get(TFT)
     _prepare_environment(users or "")
+    user_signals.outlive()
     agent = Agent()
     with serving(agent):
         manager = _ProcessManager(args)

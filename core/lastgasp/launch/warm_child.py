@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lastgasp import user_signals
 from lastgasp.gasp.again import ORDER
 from lastgasp.launch import warm_checks
 from lastgasp.launch.orphans import MARK
@@ -68,6 +69,7 @@ def become(order: Order, descriptors: Sequence[int], imported: Mapping[str, str 
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(which, (soft, hard))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    user_signals.restore()
     _show(order)
     os.environ.clear()
     os.environ.update(order.environment)

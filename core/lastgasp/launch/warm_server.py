@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lastgasp import user_signals
 from lastgasp.gasp.imported import at_start, origin
 from lastgasp.launch import warm_checks
 from lastgasp.launch.warm_child import Order, become, pose, run
@@ -40,6 +41,7 @@ def main(descriptor: int, launcher: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(0)
+    user_signals.outlive()
     connection, before = socket.socket(fileno=descriptor), at_start()
     own = {0, 1, 2, descriptor}
     with open("/proc/self/oom_score_adj", "r+") as file:  # what memory runs out for ends this process first
