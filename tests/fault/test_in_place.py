@@ -82,6 +82,17 @@ def test_a_step_that_failed_is_done_again(phase: str, step: int, tmp_path: Path,
     assert differences(undisturbed(2), directory / "final.pt") == []
 
 
+def test_who_has_raised_behind_its_update_takes_the_step_from_a_rank_that_has_done_it_to_its_end(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    """What the loop does behind the update (an average of the weights) is a part of the step, too."""
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory), "kind=exception,rank=0,step=8,phase=after_update") as started:
+        pass
+    check_in_place(directory, started, 2, replaced=None, step=9)
+    assert differences(undisturbed(2), directory / "final.pt") == []
+
+
 def test_what_is_raised_behind_the_backward_pass_loses_no_random_state(tmp_path: Path, undisturbed: Any) -> None:
     """The other rank has all gradients, and completes the step without this one."""
     directory = tmp_path / "d"

@@ -47,6 +47,22 @@ class Objects:
         self.scaler = torch.amp.GradScaler(card.device().type, init_scale=64.0, growth_interval=3)
 
 
+class Average:
+    """Of the first layer's weights, behind each update; it is part of a step as they are."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(1)
+
+    def update(self, net: Any) -> None:
+        self.value = 0.9 * self.value + 0.1 * net[0].weight.detach().cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
 KEPT = Objects()
 """Made once in a process; with `--keep` each entry trains these very objects."""
 
@@ -106,7 +122,9 @@ def training(args: argparse.Namespace) -> None:
     model = DistributedDataParallel(net, bucket_cap_mb=0.01)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6, 10], 0.7)
     errors: defaultdict[str, list[float]] = defaultdict(list)
-    state = TorchState(model, optimizer, schedule, scaler, sampler=sampler, extra={"errors": errors})
+    average = Average()
+    extra = {"errors": errors, "average": average}
+    state = TorchState(model, optimizer, schedule, scaler, sampler=sampler, extra=extra)
     with Session.open(args.dir, state=state, max_steps=12) as s:
         note(args.dir, f"entered {os.getpid()} {s.step} {s.resumed}")
         if args.trick == "behind":
@@ -127,6 +145,7 @@ def training(args: argparse.Namespace) -> None:
                 again_faults.at("first step")
                 step(model, optimizer, scaler, card.put(batch))
                 schedule.step()
+                average.update(net)
                 note(args.dir, f"trained {os.getpid()} {s.step}")
                 again_faults.at("first update")
             errors["all"].append(evaluate(net, x.to(card.device())))
@@ -134,7 +153,7 @@ def training(args: argparse.Namespace) -> None:
             ends(args, s)
         note(args.dir, f"ended {os.getpid()} {s.step}")
     if args.final and rank == 0:
-        torch.save({**net.state_dict(), "errors": torch.tensor(errors["all"])}, args.final)
+        torch.save({**net.state_dict(), "errors": torch.tensor(errors["all"]), "average": average.value}, args.final)
     dist.destroy_process_group()
 
 

@@ -127,7 +127,7 @@ class Answering:
             step=status.step, durable=status.durable, usable=not why,
             why=why or status.why_not_again(), no_fewer=status.no_fewer,
             aux=aux, target=self._target, arena=arena_files.steps_of(self._source),
-            ends=status.ends_of_connections(),
+            ends=status.ends_of_connections(), cut_short=status.cut_short == status.step,
         )  # fmt: skip
         try:
             self._send(answer)

@@ -27,7 +27,7 @@ from .again import NEW, Again, Offer
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, SavePlan
-from .late import LATE, late_ranks, may_come, only_late
+from .late import LATE, holders_of, late_ranks, may_come, only_late
 from .machine import MARGIN, Machine
 from .members import Member, Outcome
 from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
@@ -293,7 +293,7 @@ class Ladder(Machine):
             return "no rank holds a common step"
         if self._in_parts:
             return self._choose_parts(step, lost)
-        holders = [] if self._from_files else [rank for rank in sorted(self._here) if self.members[rank].holds(step)]
+        holders = [] if self._from_files else holders_of(step, self._here, self.members, alike=len(self.replicas) == 1)
         takers = tuple(rank for rank in range(self.world_size) if rank not in holders)
         if why := self._forbidden(lost) or self._impossible(step, lost, holders):
             return why

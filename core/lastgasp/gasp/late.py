@@ -30,6 +30,16 @@ def only_late(faults: Iterable[Fault], members: Mapping[int, Member], holders: C
     return bool(found) and all(rank in holders and not (rank in members and members[rank].begun) for rank in found)
 
 
+def holders_of(step: int, here: Collection[int], members: Mapping[int, Member], *, alike: bool) -> list[int]:
+    """Who enters again with what it holds of that step; the others take it from one of them.
+
+    alike: all hold the same. Who has not done the step to its end, which may be more than its update, takes it then.
+    """
+    held = [rank for rank in sorted(here) if members[rank].holds(step)]
+    whole = [rank for rank in held if (answer := members[rank].prepared) is not None and not answer.cut_short]
+    return whole if alike and whole else held
+
+
 def may_come(
     shard: Iterable[int], here: Collection[int], members: Mapping[int, Member], holders: Collection[int]
 ) -> bool:

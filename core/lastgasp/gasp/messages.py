@@ -60,7 +60,7 @@ from .wire import proven as proven
 
 T = TypeVar("T")
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-PROTOCOL = 14
+PROTOCOL = 15
 MAX_GREETING, MAX_FRAME = 64 * 1024, 256 * 1024 * 1024
 MAX_ASK = 1024 * 1024
 """Bytes of a frame of an operator: room for 200,000 ranks by number."""
@@ -201,6 +201,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     """Rank: I hold `step` and can write it, or cannot, and why. `target` is copied from the order answered.
 
     Where it is usable, `why` says why its training cannot be entered again in place, `no_fewer` why not with fewer.
+    `arena`: the steps in its arena; `cut_short`: it raised behind the update of `step`; `ends`: its own to other hosts.
     """
 
     recovery: int
@@ -212,9 +213,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     aux: bytes = b""
     target: int = -1
     arena: tuple[int, ...] = ()
-    """The steps that this rank's arena holds."""
+    cut_short: bool = False
     ends: tuple[str, ...] = ()
-    """This rank's ends of its TCP connections to other hosts, as "address port"."""
 
 
 class Save(Message, frozen=True, kw_only=True):

@@ -84,6 +84,7 @@ class RankStatus:
         fewer: whether it may be with fewer ranks then (`messages.Begin`).
         no_fewer: why it cannot, as training itself has shown since; empty where nothing has.
         asked_to_stop: SIGTERM came after it was agreed to enter the training again; the next session is to answer it.
+        cut_short: the last step that this rank has not done to its end: it raised behind the update; -1: none.
         passing: the exception that ended the training may not come again in the same step.
     """
 
@@ -108,7 +109,7 @@ class RankStatus:
         self.since = 0.0
         self.recovery, self.entered, self.passing, self.from_files = "", True, False, False
         self._held = self._at_end = self.asked_to_stop = False
-        self.fewer, self.no_fewer = Fewer(), ""
+        self.fewer, self.no_fewer, self.cut_short = Fewer(), "", -1
         self._gate = threading.Condition()
         self._over = threading.Event()
         self._limit = 0.0

@@ -404,6 +404,7 @@ class LightningRun(Training):
             return "raised inside the update, so the state is between two steps" if status.inside else ""
         snapshot = self.state.snapshot
         if snapshot is not None and snapshot.step > status.step:
+            status.cut_short = snapshot.step
             self.session.step_completed(snapshot.step)
         return ""
 

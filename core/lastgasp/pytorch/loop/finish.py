@@ -58,6 +58,7 @@ def finish_step(run: Any, cause: str) -> bool:
     snapshot.notes.append(f"the loop's body of step {step} was cut short after its update by {cause}; "
                           "what follows the update there was not repeated")  # fmt: skip
     run.finished(snapshot)
+    run.engine.status.cut_short = step
     update.close(NOTHING)
     run.recorder.queued.mark()
     run.engine.step_completed(step)
