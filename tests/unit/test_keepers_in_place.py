@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
+import msgspec
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -62,7 +63,7 @@ class Handler:
 
     def __init__(self, runs: bool) -> None:
         self.proc = self
-        self.runs, self.killed = runs, False
+        self.runs, self.killed, self.pid = runs, False, id(self)
 
     def poll(self) -> int | None:
         return None if self.runs else -9
@@ -105,9 +106,13 @@ def test_who_is_cut_off_does_not_wait() -> None:
     assert not second(SimpleNamespace(agreed=None, connected=False), []).undecided
 
 
-def test_a_lost_rank_that_still_runs_is_killed() -> None:
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_lost_rank_that_still_runs_is_killed(joined: bool) -> None:
+    """The controller may know it, but cannot end it: it is on another host."""
     handlers = [Handler(True), Handler(True)]
-    second(SimpleNamespace(agreed=AGREED, connected=True), handlers)._kill_lost()
+    again = msgspec.structs.replace(AGAIN, pids=(handlers[0].pid,) * joined)
+    agreed = m.Agreed(attempt=0, ending="in_place", again=again)
+    second(SimpleNamespace(agreed=agreed, connected=True), handlers)._kill_lost()
     assert [handler.killed for handler in handlers] == [True, False]
 
 

@@ -177,7 +177,7 @@ class InPlace:
 
     def _kill_lost(self) -> None:
         """A rank of this host that gets a new process may still run: it hangs, does not leave its training, or was cut
-        off. Those that the controller sees are ended by it, and where another backend leads none is."""
+        off. Those that a controller of this host sees are ended by it, and where another backend leads none is."""
         again = self._agreed()
         if again is None or again.incarnation <= max(self._done, self._killed):
             return
@@ -185,7 +185,10 @@ class InPlace:
             return
         self._killed = again.incarnation
         for rank in self._lost(again):
-            if (pid := self._process(rank).pid) not in again.pids and self._kill(rank, "gets a new process"):
+            seen = (pid := self._process(rank).pid) in again.pids
+            if seen and self._attempt.controller is not None:
+                continue
+            if self._kill(rank, "gets a new process") and not seen:
                 self._replaces.add(pid)
 
     def _process(self, rank: int) -> Any:
