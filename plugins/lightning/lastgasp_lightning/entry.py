@@ -1,6 +1,6 @@
-"""The entry point `lightning.pytorch.callbacks_factory`: what the environment alone adds to a job.
+"""What the environment alone adds to a job, where it asks for something (`lastgasp.trainer_callbacks`).
 
-Lightning calls `callbacks` in every `Trainer.__init__` of every process, after the user's own callbacks
+`callbacks` is called in every `Trainer.__init__` of every process, after the user's own callbacks
 were taken. `LASTGASP=1` adds `LastGasp` with the directory in `LASTGASP_DIR`, unless the user gave one
 (then theirs stays and nothing is added); `LASTGASP_FAULT` adds the faults of the test kit.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lastgasp.adapter import asked_recovery, switched, tell_launcher
+from lastgasp.adapter import asked_recovery, switched
 from lastgasp_lightning.enters import Enters
 
 
@@ -20,7 +20,6 @@ def callbacks() -> list[Callback]:
     environment is raised by the returned callback when `fit` starts.
     """
     try:
-        tell_launcher()
         return _wanted()
     except Exception as error:  # whatever it is, fit must refuse with it rather than run unprotected
         return [Refusal(error)]

@@ -53,9 +53,11 @@ class StepCopies:
 
     def take(self) -> None:
         """The first update of a batch is about to begin."""
-        self._begun = collectives_begun()
         copies, status = self._copies, self._status
-        if copies is None or status is None or not self.copying:
+        if copies is None or status is None:
+            return
+        self._begun = collectives_begun()
+        if not self.copying:
             return
         first = not copies.nbytes
         try:

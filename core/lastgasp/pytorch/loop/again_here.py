@@ -35,13 +35,12 @@ from lastgasp.pytorch.loop.ranks import connect
 from lastgasp.pytorch.loop.record import KEY
 from lastgasp.pytorch.loop.renumber import place_after, renumbered
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
+from lastgasp.pytorch.queued import FREED_AFTER
 from lastgasp.topology import Place
 
 COPIES = 2
 """Of the state, in host memory: what is held, and what the next session begins with. A rank that gives or takes the
 state has as many at a time."""
-FREED_AFTER = 3.0
-"""Seconds that a training thread may need to leave its training by itself, before its connections are cut."""
 FREED_EVERY = 0.1
 """Seconds between two times that the training thread's wait for others is ended: it may just have begun another one."""
 NO_ENTRY = "the training is not inside of a function that lastgasp.pytorch.train calls"
