@@ -77,13 +77,19 @@ def _file(job: LlamaJob, step: int, rank: int, ext: str) -> Path:
 def _killed(job: LlamaJob) -> list[str]:
     """Train, with a rank killed on the way: the step that was saved is resumed, and each step of both has its marks.
 
+    The other one is held up behind its update, so that its callbacks never see the end of that step.
+
     Returns the names of the checkpoints, the newest first; MindFormers counts anew from where it was resumed.
     """
     fired = job.folder / "fired"
-    fault = {"LASTGASP_FAULT": f"kind=sigkill,rank=1,step={KILLED},phase=forward", "LASTGASP_FAULT_LOG": str(fired)}
+    faults = (
+        f"kind=sleep:1,rank=0,step={KILLED - 1},phase=after_update",
+        f"kind=sigkill,rank=1,step={KILLED},phase=forward",
+    )
+    fault = {"LASTGASP_FAULT": ";".join(faults), "LASTGASP_FAULT_LOG": str(fired)}
     done = job.run(fault, timeout=LIMIT)
     assert done.returncode == 0, done.output[-4000:]
-    assert len(read_log(fired)) == 1
+    assert len(read_log(fired)) == 2
     found = candidates([job.checkpoints], LEGACY)
     assert [c.step for c in found] == [16, 15, KILLED, 8, 4], done.output[-4000:]
     assert all(verify(c.path, LEGACY).ok for c in found)

@@ -403,6 +403,8 @@ class Run:
             return
         self._ended = True
         self.state.others_end()
+        if self.state.numbers.step > self._seen:
+            self._marks.step_end()  # it is saved, so the next attempt does not mark it
         if is_to_be_repeated(error):
             self.state.reject()
         if is_to_be_repeated(error) or verdict_of(error) is not None:
