@@ -14,7 +14,7 @@ from benchmarks.harness import Options, run, write
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "warm", "in_place", "in_place_lightning", "in_place_megatron",
     "marks", "flush", "marks_step", "slow", "megatron", "mindspore", "mindio_drop_in", "report", "scale", "sizes",
-    "arenas",
+    "arenas", "elastic",
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def main(names: tuple[str, ...], quick: bool, json_dir: Path, scratch: Path | No
 
     They are: detect, callback, checkpoint, restart, warm, in_place, in_place_lightning, in_place_megatron, marks,
     flush, marks_step, slow, megatron, mindspore, mindio_drop_in, report, scale, sizes,
-    arenas.
+    arenas, elastic.
     """
     if publish and quick:
         raise click.UsageError("--publish with --quick: the numbers of a quick run mean nothing.")

@@ -19,7 +19,7 @@ BEGIN, END = "<!-- speed: written by python -m benchmarks --publish -->", "<!-- 
 NAMES = (
     "detect", "callback", "checkpoint", "restart", "warm", "in_place", "in_place_lightning", "in_place_megatron",
     "marks", "flush", "marks_step", "slow", "report", "megatron", "mindspore", "mindio_drop_in", "scale", "sizes",
-    "arenas",
+    "arenas", "elastic",
 )  # fmt: skip
 """In the order of the tables."""
 HEADLINES = (

@@ -72,5 +72,6 @@ def test_each_fault_at_each_moment(case: LoopCase, tmp_path: Path, undisturbed: 
     assert differences(undisturbed(case.world, case.shape), directory / "final.pt") == [], where
     files = list(candidates([directory], LAYOUT))
     assert all(verify(one.path, LAYOUT).ok for one in files), where
-    assert {one.step for one in files} >= {4, 8, 12}, where
+    first = {4, 5} if case.moment == "periodic_save" else {4}  # what was cut short there is made with the next step
+    assert {one.step for one in files} & first and {one.step for one in files} >= {8, 12}, where
     assert [path.name for path in directory.rglob("*") if ".tmp" in path.name or path.name.endswith(".corrupt")] == []

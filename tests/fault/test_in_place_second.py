@@ -1,4 +1,7 @@
-"""A second fault at each point of a recovery in place: no step is lost, same numbers, nobody trains a rank twice."""
+"""A second fault at each point of a recovery in place: no step is lost, same numbers, nobody trains a rank twice.
+
+It is a kill of a rank or of the launcher, or a hang: a rank is stopped (SIGSTOP).
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,10 @@ LATER = ("joining", "function called", "group made", "handover", "state taken", 
 """Points of a rank that follow the order to enter the training again."""
 GONE = "was saved: a resume will not be bit-equal"
 EARLIER = ("step left", "released", "state kept")
+HUNG = ",stop"
+"""Behind a victim: it is not killed, it hangs."""
+LIMITS = {"LASTGASP_HANG_TIMEOUT": "12", "LASTGASP_FINISH_TIMEOUT": "2"}
+"""Of jobs in which a rank hangs."""
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,12 +49,14 @@ def matrix() -> list[Any]:
         cases += [(first, point, survivors[0], "launcher") for point in LATER]
         cases += [(first, "verdict", "launcher", victim) for victim in (*survivors, "launcher")]
         cases += [(first, "fork", "launcher", victim) for victim in (*survivors, "launcher")] if new else []
+    cases += [(*case, victim + HUNG) for *case, victim in cases if victim != "launcher"]
     return [pytest.param(*case, id=_name(*case), marks=() if case in COVERING else pytest.mark.full) for case in cases]
 
 
 def _name(first: str, point: str, who: str, victim: str) -> str:
     fault = {KILLED_1: "1 killed", KILLED_0: "0 killed", RAISED_1: "1 raised"}[first]
-    return f"{fault}, {point} of {who}, {victim} killed"
+    victim, _, hung = victim.partition(",")
+    return f"{fault}, {point} of {who}, {victim} {'hung' if hung else 'killed'}"
 
 
 COVERING = (
@@ -91,13 +100,15 @@ def test_no_step_is_lost(
     variables = {
         again_faults.VARIABLE: f"{point},{who},{victim}", "LASTGASP_FAULT": first, "LASTGASP_LOG": "debug",
         "LASTGASP_FAULT_LOG": str(tmp_path / "faults.log"),
-    }  # fmt: skip
+    } | (LIMITS if victim.endswith(HUNG) else {})  # fmt: skip
     output = job(tmp_path, directory, LASTGASP_WARM="auto", **variables)
     if victim == "launcher" and not ended(directory):  # ranks that were past their joining train to the end without it
         output += job(tmp_path, directory, **variables | {"LASTGASP_WARM": "off", "LASTGASP_FAULT": ""})
     assert (directory / "second").exists(), output[-8000:]
     assert len(read_log(tmp_path / "faults.log")) == 1
     check(directory, output)
+    if victim.endswith(HUNG):
+        check_spared(directory, {first, f"rank={who if victim == 'self' + HUNG else victim.partition(',')[0]}"}, output)
     if GONE in output:  # the launcher has died with the dead rank's buffer, before it told the others what is in it
         assert victim == "launcher" and first != RAISED_1 and point in ("verdict", "fork", *EARLIER), output[-8000:]
     else:
@@ -136,3 +147,14 @@ def check(directory: Path, output: str) -> None:
         assert all(step in (8, 9) for step in begun[1:]), (rows, output[-8000:])
         pids = [row[1] for row in rows if row[0] == "trained"]
         assert len([pid for pid, _ in itertools.groupby(pids)]) == len(set(pids)), rows
+
+
+def check_spared(directory: Path, hit: set[str], output: str) -> None:
+    """Who was neither killed nor hung keeps its process, unless the job restarts; a hung rank is named as such."""
+    found = incidents(directory)
+    assert any(fault.kind == "hang" for one in found for fault in one.faults), (found, output[-8000:])
+    if all(one.ending == "in_place" for one in found):
+        ranks = {int(rank) for one in hit for rank in re.findall(r"rank=(\d)", one) if one != RAISED_1}
+        for rank in set(range(RANKS)) - ranks:
+            pids = {line.split()[1] for line in _lines(directory, rank).splitlines()}
+            assert len(pids) == 1, (rank, found, output[-8000:])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lastgasp._fs import host_tag
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
@@ -77,3 +80,16 @@ def test_a_save_on_which_ranks_cannot_agree_costs_that_checkpoint(
     job.io.remove_checkpoint(first)  # by ModelCheckpoint, which takes 200 for written
     assert job.steps() == [100]
     assert "step=100.ckpt stays until another one is written" in caplog.text
+
+
+def test_what_a_rank_has_left_that_was_replaced_in_its_save_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    """No start comes that would find it."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    left = tmp_path / f".step=50.ckpt.tmp-{child.pid}-{host_tag()}012345"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half of a sh")
+    job = Job(tmp_path)
+    job.save(100)
+    assert job.steps() == [100]
+    assert not left.exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from lastgasp.adapter import CheckpointSelector, SelectionPolicy
+from lastgasp import _fs
+from lastgasp.adapter import CheckpointSelector, NativeManifests, NativeSave, RankStatus, SelectionPolicy
 from lastgasp.checkpoint import candidates
 from lastgasp.checkpoint.manifest import Fit, Provenance
 from lastgasp.checkpoint.retention import prune
@@ -119,3 +122,31 @@ def test_what_was_named_and_what_others_have_saved_does_not_count(kept: int, old
         prune(config, FILES, own[-1], place)
     left = {one.path for one in candidates([tmp_path], FILES)}
     assert left == {named, *abandoned, *own[-kept:]}
+
+
+def left_by_the_dead(folder: Path) -> Path:
+    """What a rank had written of a checkpoint when it was killed."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    left = folder / f".step-4.ckpt.tmp-{child.pid}-{_fs.host_tag()}012345"
+    left.write_bytes(b"x")
+    return left
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_what_a_rank_has_left_that_was_replaced_in_its_save_goes_with_the_next_checkpoint(
+    native: bool, tmp_path: Path
+) -> None:
+    """No start comes that would find it."""
+    left, mine = left_by_the_dead(tmp_path), _fs.unique_temp(tmp_path / "step-6.ckpt")
+    mine.write_bytes(b"y")
+    place = Place(rank=0, world_size=1, replicas=data_parallel(1), job="job")
+    if native:
+        path = tmp_path / "step-5.ckpt"
+        path.write_bytes(b"x")
+        saves = NativeManifests(ManifestWriter("test", place), lambda tag, data: [data], RankStatus())
+        assert saves.commit(NativeSave(path, FILES, 5), alone=True)
+    else:
+        prune(GaspConfig.resolve(tmp_path), FILES, put_file(tmp_path, 5), place, kind="periodic")
+    assert not left.exists()
+    assert mine.exists()

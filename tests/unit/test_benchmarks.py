@@ -32,12 +32,13 @@ TARGETS: dict[str, set[float]] = {
     "mindio_drop_in": {50.0, 2.0},
     "scale": {200.0, 5.0},
     "sizes": set(),
+    "elastic": set(),
     "arenas": {1.3, 1.0, 0.5, 0.02, 50.0},
 }
 """The targets that each benchmark judges."""
 LONG = (
-    "arenas", "callback", "checkpoint", "detect", "flush", "in_place", "in_place_lightning", "in_place_megatron",
-    "marks_step", "megatron", "mindio_drop_in", "mindspore", "restart", "slow", "warm",
+    "arenas", "callback", "checkpoint", "detect", "elastic", "flush", "in_place", "in_place_lightning",
+    "in_place_megatron", "marks_step", "megatron", "mindio_drop_in", "mindspore", "restart", "slow", "warm",
 )  # fmt: skip
 """They start complete jobs even when they are quick."""
 CASES = [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in sorted(TARGETS)]

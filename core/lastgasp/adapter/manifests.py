@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from lastgasp._fs import remove_stale_temps
 from lastgasp.checkpoint import FileEntry, Manifest, Provenance, manifest
 from lastgasp.checkpoint.adopt import data_files, read_files, remove_orphans, write_manifest
 from lastgasp.checkpoint.writer import ManifestWriter
@@ -125,6 +126,7 @@ class NativeManifests:
             OSError: as `add_aux`.
         """
         remove_orphans(save.path.parent, save.layout)
+        remove_stale_temps(save.path.parent)  # of a rank that was replaced in its save: no start comes that would do it
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lastgasp._fs import DISK, fsync_dir, locked, unique_temp
+from lastgasp._fs import DISK, fsync_dir, locked, remove_stale_temps, unique_temp
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.ports import Layout
@@ -74,6 +74,8 @@ def prune(
 ) -> None:
     """`newest` was just published: remove what is beyond `config.keep` in its directory. Never raises OSError.
 
+    With a periodic one also what a rank that was replaced has left of its save: no start comes that would do it.
+
     Args:
         place: where the user did not leave the choice to lastgasp (`resume`), those of other jobs stay, and do not
             count, and so does the one that was named; kind, fit, in_order: as in `Counted`.
@@ -84,6 +86,8 @@ def prune(
     named = [Path(config.resume).absolute()] if config.resume not in ("auto", "never") else []
     try:
         apply([newest.parent], layout, config.keep, counted, protected=[newest, *named])
+        if kind == "periodic":
+            remove_stale_temps(newest.parent)
     except (OSError, LastgaspError) as error:  # the newest is safe; old ones may stay
         log.warning("old checkpoints could not be removed: %s", error)
 

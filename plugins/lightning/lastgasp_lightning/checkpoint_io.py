@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lastgasp.adapter import GaspConfig, Layout, ManifestWriter, Preload, RankStatus
 from lastgasp.adapter.checkpoint import DirectoryLayout, Manifest, SingleFile, Staged, has_manifest, read_manifest
+from lastgasp.adapter.files import remove_stale_temps
 from lastgasp.adapter.torch import load_verified, save_verified, with_added
 from lastgasp_lightning.compat import TAKES_WEIGHTS_ONLY, given_on
 from lastgasp_lightning.state import KEY
@@ -131,6 +133,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self.failed, self.newest[whole] = None, located
         if whole and target.parent in self._folders:
             self._status.durable, self._durable = max(self._status.durable, step), target
+            if self._writer.place.rank == 0:  # of a rank that was replaced in its save: no start comes that would do it
+                with contextlib.suppress(OSError):
+                    remove_stale_temps(target.parent)
         self._later.pop(located, None)
         saver, _ = self._saver_of(located)
         self._later = {path: None if due == saver else due for path, due in self._later.items()}
