@@ -358,14 +358,16 @@ LATER = ("handover", "state taken", "first step")
 
 @pytest.mark.product
 @pytest.mark.full
+@pytest.mark.parametrize("how", ["", again_faults.HUNG], ids=["killed", "hung"])
 @pytest.mark.parametrize(
     ("point", "who"), [*itertools.product(EARLIER, "02"), *itertools.product(LATER, "012"), ("joining", "0")]
 )
 def test_a_death_at_each_point_of_a_recovery_loses_no_step(
-    point: str, who: str, tmp_path: Path, undisturbed: Any
+    point: str, who: str, how: str, tmp_path: Path, undisturbed: Any
 ) -> None:
-    """Rank 1 of three has a new process; a survivor dies, or that one."""
-    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self"}
+    """Rank 1 of three has a new process; a survivor dies or hangs, or that one does."""
+    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self{how}"}
+    second |= again_faults.LIMITS | {"LASTGASP_HANG_TIMEOUT": "20"} if how else {}
     with disturbed(tmp_path, job(run, 3, directory), KILL, **second) as started:
         pass
     where = started.output[-6000:]

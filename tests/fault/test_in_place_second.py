@@ -17,6 +17,7 @@ from lastgasp.steps.recover import recover_orphans
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
 from support import again_faults, lean
+from support.again_faults import HUNG, LIMITS
 from support.launchers import SUPPORT, incidents, running, torchrun, undisturbed_jobs, until
 
 RANKS = 3
@@ -28,10 +29,6 @@ LATER = ("joining", "function called", "group made", "handover", "state taken", 
 """Points of a rank that follow the order to enter the training again."""
 GONE = "was saved: a resume will not be bit-equal"
 EARLIER = ("step left", "released", "state kept")
-HUNG = ",stop"
-"""Behind a victim: it is not killed, it hangs."""
-LIMITS = {"LASTGASP_HANG_TIMEOUT": "12", "LASTGASP_FINISH_TIMEOUT": "2"}
-"""Of jobs in which a rank hangs."""
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,6 +15,10 @@ from typing import Any
 
 VARIABLE = "TEST_SECOND_FAULT"
 """POINT,WHO,VICTIM: `WHO` is a rank or `launcher`, `VICTIM` is `self`, `launcher` or a rank; with `,stop` it hangs."""
+HUNG = ",stop"
+"""Behind `VICTIM`: it hangs."""
+LIMITS = {"LASTGASP_HANG_TIMEOUT": "12", "LASTGASP_FINISH_TIMEOUT": "2"}
+"""Of a job in which a rank hangs in a recovery."""
 AFTER = "TEST_SECOND_AFTER"
 """A file: it is not the second fault before that is there."""
 DEVICE = "TEST_DEVICE_FAULT"
