@@ -1090,6 +1090,20 @@ def test_a_new_process_that_waits_for_it_is_replaced_as_well() -> None:
     assert orders(job.machine.said(0, m.Committed(recovery=1, plan=1), 43.0)) == {0: again}
 
 
+def test_who_waits_for_a_survivor_that_has_not_joined_is_not_what_hangs() -> None:
+    """Even where `hang_timeout` is shorter than what all have to come."""
+    job = Late(0, 1)
+    for rank, phase in ((0, "data"), (1, "backward")):
+        job.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase=phase), 1.0)
+    for now in range(2, 40):
+        for rank, phase in ((0, "data"), (1, "backward")):
+            job.machine.said(rank, m.Status(step=STEP, durable=START, tick=9, phase=phase), float(now))
+        assert job.machine.tick(float(now), 1, frozenset()) == []
+    job.over()
+    assert [(fault.kind, fault.rank) for fault in job.machine.faults] == [("hang", 2)]
+    assert job.machine.again is not None and job.machine.again.lost == (2,)
+
+
 SECOND = "no step was completed since training began, when the fault before was answered in place"
 HUNG = "a fault of that kind is not answered in place (hang on rank {})"
 

@@ -150,7 +150,8 @@ class Ladder(Machine):
             return self._stop_all(now)
         if self._growing and (hung := self.progress.hung(now, stopped)):
             return self._train_on(now) + self._hang(hung, at_ns, now)
-        actions = super().tick(now, at_ns, stopped)
+        waits = self.enter_by < math.inf and not self._late and len(self.members) < self.world_size  # for others
+        actions = [] if waits and self.state == "running" else super().tick(now, at_ns, stopped)
         if self.state != "running" or now < self.enter_by or self._late:
             return actions
         self._late = True
@@ -176,10 +177,9 @@ class Ladder(Machine):
             return ()
         if not all(rank in self._entered and self.members[rank].step > self.began_at for rank in ranks):
             return ()
-        if self._by_handlers and self.offer is not None and len(grow) != self.offer.complete:
-            return ()  # they know the complete job alone, and the rest may still come
-        if any(said.parts % len(grow) for said in self._fewer.values()):
-            return ()  # the same
+        fixed = self._by_handlers and self.offer is not None and len(grow) != self.offer.complete
+        if fixed or any(said.parts % len(grow) for said in self._fewer.values()):
+            return ()  # handlers know the complete job alone, and the rest may still come
         caps, one = {self._recovery.get(rank, "") for rank in self._here}, len(self.replicas) == 1
         self.not_grown = fewer_ranks.cannot_grow(caps, self._elastic >= self._here, one, by_handlers=self._by_handlers)
         return () if self.not_grown else grow
