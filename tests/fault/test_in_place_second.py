@@ -46,7 +46,7 @@ def matrix() -> list[Any]:
         cases += [(first, point, survivors[0], "launcher") for point in LATER]
         cases += [(first, "verdict", "launcher", victim) for victim in (*survivors, "launcher")]
         cases += [(first, "fork", "launcher", victim) for victim in (*survivors, "launcher")] if new else []
-    cases += [(*case, victim + HUNG) for *case, victim in cases if victim != "launcher"]
+    cases += [(*case[:3], case[3] + HUNG) for case in cases if case[3] != "launcher"]
     return [pytest.param(*case, id=_name(*case), marks=() if case in COVERING else pytest.mark.full) for case in cases]
 
 
