@@ -229,6 +229,8 @@ class ShardedLoop(ShardedSource):
         engine.progress("save")
         target = run.state.layout.periodic_path(run.config.directory, step, run.fit.number)
         mine = self.rank in self._firsts
+        if not mine:
+            faults.fire_at("periodic_save", step)
         staged, own = None, b""
         try:
             if mine:
