@@ -19,7 +19,7 @@ from benchmarks.harness import Measure, Options, paired
 JOB = Path(__file__).with_name("elastic_job.py")
 SHAPES = ((2, 2), (4, 4), (4, 2))
 """Ranks of the complete job, and how many are there."""
-WIDTH, BATCH, ROUNDS, BLOCK, LIMIT = 1024, 64, 40, 10, 600.0
+WIDTH, BATCH, ROUNDS, BLOCK, LIMIT = 1024, 64, 30, 5, 600.0
 
 
 def measure(options: Options) -> list[Measure]:
