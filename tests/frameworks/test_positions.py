@@ -113,6 +113,18 @@ class Epochs:
         self.epoch, self.at = state["epoch"], state["at"]
 
 
+class Late(Epochs):
+    """Has a state from its first batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.at
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at = getattr(self, "at", 0)
+        yield from super().__iter__()
+
+
 def shuffled(**options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Numbers(options.get("num_workers", 0) == 0), 4, shuffle=True, **options)
 
@@ -529,3 +541,11 @@ def test_a_record_is_the_same_object_as_long_as_nothing_has_changed() -> None:
     assert position.record(2) is first
     position.close()
     assert type(loader.batch_sampler) is BatchSampler
+
+
+def test_a_loader_may_have_a_state_from_its_first_batch_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody else asks for it before, so that the training runs without lastgasp."""
+    assert Loop(Late).check(STOPS) == ""
+    framework = Framework(Late, 1)
+    assert framework.run(start=framework.run(3), number=99) == framework.run()[3:]
+    assert "Late.state_dict: AttributeError" in caplog.text

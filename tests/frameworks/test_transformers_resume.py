@@ -357,3 +357,31 @@ def test_what_trainer_removes_at_the_end_leaves_no_manifest(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-4.manifest.json"]
     listed = CliRunner().invoke(main, ["verify", str(tmp_path)])
     assert listed.exit_code == 0, listed.output
+
+
+class Evaluated(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Knows after which steps there were evaluations."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Count it."""
+        self.steps.append(state.global_step)
+
+
+@pytest.mark.parametrize(("job", "steps"), [("one", [0, 4, 8]), ("two", [0, 2, 4, 8])])
+def test_the_start_of_a_job_is_evaluated(
+    job: str, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With eval_on_start. Loggers would get a point more in each restart; a new job is evaluated as by Trainer."""
+    seen = Evaluated()
+    wanted: dict[str, Any] = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
+    monkeypatch.setenv("LASTGASP_JOB", "one")
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, LastGasp(), seen, Breaks(2), **wanted).train()
+    monkeypatch.setenv("LASTGASP_JOB", job)
+    monkeypatch.setenv("LASTGASP_ATTEMPT", "1")
+    new_process()
+    trainer(tmp_path, LastGasp(), seen, **wanted).train()
+    assert seen.steps == steps

@@ -110,6 +110,7 @@ class Run:
         self._gasps = self._known_gasps()
         for name in NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
+        self._replace(self._trainer, "_evaluate", self._around_evaluate)
         return call(str(chosen.path) if chosen is not None else None)
 
     def _seats_now(self) -> Seats | None:
@@ -244,6 +245,13 @@ class Run:
         self.session.progress("validation")
         if hasattr(self, "training"):  # not where a callback evaluates before training begins
             self.training.evaluating()
+
+    def _around_evaluate(self, original: Any, *args: Any, **options: Any) -> Any:
+        """`eval_on_start` is for the start of the job: its restart goes on in the middle of what was one training."""
+        record, place = self._record, self.core.place  # no record once the boundary is reached
+        if record is not None and place.restarted and record.get("job", [""])[0] == place.job:
+            return {}
+        return original(*args, **options)
 
     # -- back to a boundary -------------------------------------------------------------------------------
 

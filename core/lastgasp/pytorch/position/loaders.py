@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,8 @@ from lastgasp.pytorch.position.generators import OWN, OwnGenerators
 from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, WORKERS, PassStart
 from lastgasp.pytorch.position.samplers import SamplerStart, index_sampler, loader_generators, track_sampler
 from lastgasp.pytorch.statedigest import digest, leaves
+
+log = logging.getLogger("lastgasp")
 
 
 @runtime_checkable
@@ -190,6 +193,7 @@ class StatefulPosition(StreamPosition):
     """
 
     kind, live = STATEFUL, True
+    _told = False
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """Load its state; where that is not known, draw again."""
@@ -210,8 +214,15 @@ class StatefulPosition(StreamPosition):
         return CHANGED if self.differs else ""
 
     def state(self) -> bytes:
-        """Its state, encoded at once: a loader may give out its live state."""
-        return encoded(self.loader.state_dict())
+        """Its state, encoded at once: a loader may give out its live state. Where it has none yet, it draws again."""
+        try:
+            return encoded(self.loader.state_dict())
+        except Exception as error:  # a dataset of the user's may set in `__iter__` what it saves
+            if not self._told:
+                self._told = True
+                why = f"{type(self.loader).__name__}.state_dict: {type(error).__name__}: {error}"
+                log.warning("the data loader cannot say where it stands (%s): a resume would iterate it again", why)
+            return b""
 
 
 def makers(loader: Any) -> list[Any]:
