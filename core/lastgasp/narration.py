@@ -143,12 +143,13 @@ class Tally:
 
     Attributes:
         steps: the newest step that a rank has completed. survived: incidents after which training continued.
-        lost_ns: wall-clock time between faults and the next completed step, ns.
+        lost_ns: wall-clock time between faults and the next completed step, ns; what belongs to two faults counts once.
     """
 
     steps: int = 0
     survived: int = 0
     lost_ns: int = 0
+    _lost_until: int = 0
     _counted: set[str] = field(default_factory=set)
 
     def reached(self, step: int) -> None:
@@ -164,7 +165,9 @@ class Tally:
         if incident.rung == "grow":  # it was no fault
             return
         self.survived += 1
-        self.lost_ns += max(0, end - begin) if begin is not None else 0
+        if begin is not None:
+            self.lost_ns += max(0, end - max(begin, self._lost_until))
+            self._lost_until = max(end, self._lost_until)
 
     def summary(self, ending: str) -> str:
         """Format the line at the end of the job.

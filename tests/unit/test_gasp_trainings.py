@@ -236,3 +236,27 @@ def test_a_controller_in_another_ones_place_counts_the_same_exception_on(tmp_pat
         job.attempt.note(RecordPhase(phase="detected"))
         job.attempt.note(RecordPhase(phase="released"))
         assert job.attempt.repeats.hopeless
+
+
+def test_each_fault_counts_where_others_follow_before_a_new_step(job: Job) -> None:
+    job.begins(0)
+    job.reaches(8)
+    faulty = []
+    for incarnation in (1, 2):
+        job.attempt.note(RecordPhase(phase="detected"))
+        job.attempt.note(RecordPhase(phase="released"))
+        assert job.attempt.incident is not None
+        job.attempt.incident.id = str(incarnation)  # by the millisecond
+        faulty.append(job.attempt)
+        job.machine.again = AGAIN
+        job.join(incarnation)
+        job.begins(8, entered=True)
+        job.reaches(8)
+        job.incidents.reached(8)
+    job.reaches(9)
+    job.incidents.reached(9)
+    phases = [one.incident.phases for one in faulty if one.incident is not None]
+    first, second = phases
+    assert first.first_step is not None and first.first_step == second.first_step
+    tally = job.incidents.tally
+    assert (tally.survived, tally.lost_ns) == (2, first.first_step - (first.detected or 0))

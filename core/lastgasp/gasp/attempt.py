@@ -350,6 +350,11 @@ class Attempt:
         self.note(RecordPhase(phase="released"))
         return self.incident
 
+    @property
+    def recovers(self) -> bool:
+        """Whether there was a fault, and no new step has been completed since."""
+        return self.incident is not None and self.incident.phases.first_step is None
+
     def refresh(self) -> None:
         """Update the incident from the state machine; causes of death become known a little later."""
         if self.incident is not None:

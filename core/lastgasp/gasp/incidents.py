@@ -54,11 +54,15 @@ class Incidents:
         """Whose step could not be saved, until an attempt has begun to train: it may begin with it, from arenas."""
         self._in_arenas: Attempt | None = None
         """Whose step the current attempt has begun with so."""
+        self._no_step_since: list[Attempt] = []
+        """Those before the previous one after whose faults no new step was completed before the next fault."""
 
     def begin(self, hello: m.Hello, buffers: RankBuffers | None = None) -> Attempt:
         """Start another attempt; called when its first rank joins."""
         if self.current is not None and (led := self.current.led_again(hello)) is not None:
             log.warning("%s", narration.event(led))
+        if self.previous is not None and self.previous.recovers:
+            self._no_step_since.append(self.previous)
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None:
             self.current.learns(self.previous)
@@ -81,7 +85,7 @@ class Incidents:
         if self.current.training and self.previous is not None and self.previous.incident is not None:
             log.warning("%s; the script goes on", narration.event(self.previous.incident))  # it has handled that
             self.current.follows(self.previous.before)
-            self.previous = None
+            self.previous, self._no_step_since = None, []
         else:
             self.current.follows(self.previous.repeats if self.previous is not None else self.before)
         if self.previous is not None and self.previous.incident is not None:
@@ -126,12 +130,16 @@ class Incidents:
         """Record that a rank completed `step`; the first new step completes the previous incident."""
         self.tally.reached(step)
         previous = self.previous
-        if previous is None or previous.incident is None or previous.incident.phases.first_step is not None:
+        if previous is None or not previous.recovers:
             return
         if step > self._held_before and self.current is not None and self.current.progressed_now:
-            previous.incident.phases.first_step = _clock.wall_ns()
-            self.tally.went_on(previous.incident)
-            self._write(previous)
+            now, answered = _clock.wall_ns(), [*self._no_step_since, previous]
+            self._no_step_since = []
+            for attempt in answered:
+                if attempt.incident is not None:
+                    attempt.incident.phases.first_step = now
+                    self.tally.went_on(attempt.incident)
+                    self._write(attempt)
 
     def resumed(self, step: int, from_arena: bool = False) -> None:
         """A rank begins with `step`. After a recovery in place that failed, the first one shows what that has cost.
