@@ -53,9 +53,9 @@ $(DEEPSPEED): constraints.txt tests/support/deepspeed_place.py | $(STAMP)
 	cd tests && ../$(BIN)/python -m support.deepspeed_place
 	@touch $@
 
-# 2 MB: a release of Lightning before the newest.
+# 17 MB: releases of Lightning and transformers before the newest.
 $(OLDER): tests/support/older_place.py | $(STAMP)
-	cd tests && ../$(BIN)/python -m support.older_place lightning
+	cd tests && ../$(BIN)/python -m support.older_place lightning transformers
 	@touch $@
 
 demo: $(STAMP)  ## kill a rank inside backward, lose nothing, end bit-equal (under two minutes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 from lastgasp import exitcodes
 from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.testing.weights import differences
-from support import again_faults
+from support import again_faults, older_place
 from support.disturbed import disturbed, lines
 from support.launchers import SUPPORT, Running, finish, incidents, run, undisturbed_jobs
 from support.matrix import SAVE_STEP, STEP
 from support.transformers_matrix import EVALUATED, MOMENTS, TransformersCase
 
+KILL = "kind=sigkill,rank=0,step=5,phase=backward"
 WORKER = SUPPORT / "train_again_transformers.py"
 LAYOUT = DirectoryLayout("checkpoint-[0-9]*")
 
@@ -60,9 +62,38 @@ def check(
 
 def test_a_killed_rank_0_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
     directory = tmp_path / "d"
-    with disturbed(tmp_path, job(2, directory), "kind=sigkill,rank=0,step=5,phase=backward") as started:
+    with disturbed(tmp_path, job(2, directory), KILL) as started:
         pass
     check(directory, started, undisturbed(2), 2, (0, 5))
+
+
+@pytest.mark.skipif(bool(older_place.missing("transformers")), reason=older_place.missing("transformers"))
+def test_an_older_release_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    """In place, and by a restart; Trainer itself could not resume there on CPUs."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import runpy\nrunpy.run_path({str(WORKER)!r}, run_name='__main__')\n"
+        f"import transformers\nassert transformers.__version__ == {older_place.version('transformers')!r}\n"
+    )
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(older_place.folder("transformers")), str(SUPPORT.parent)]),
+        "HF_HUB_OFFLINE": "1",  # the script sets it, too; there it is read at the import, so a fork would lack it
+    }
+
+    def command(folder: Path) -> list[str]:
+        folder.mkdir(exist_ok=True)
+        return [sys.executable, *run(script, "--dir", folder / "d", ranks=2)[1:]]
+
+    for name, faults in (("undisturbed", ""), ("auto", KILL), ("restart", KILL)):
+        folder = tmp_path / name
+        recovery = {"LASTGASP_RECOVERY": name} if faults else {}
+        with disturbed(folder, command(folder), faults, **variables, **recovery) as started:
+            pass
+        if name == "auto":
+            check(folder / "d", started, tmp_path / "undisturbed/d/final.pt", 2, (0, 5))
+    [incident] = incidents(folder / "d")
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 5, 0)
+    assert differences(folder / "d/final.pt", tmp_path / "undisturbed/d/final.pt") == []
 
 
 @pytest.mark.full

@@ -10,9 +10,10 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtra("transformers", error.name or "transformers") from error
 
-from lastgasp_transformers.supported import require_known_version
+from lastgasp_transformers.supported import require_known_version, restore_numbered_cpus
 
 require_known_version()
+restore_numbered_cpus()
 
 from lastgasp_transformers.callback import LastGasp  # noqa: E402
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,18 @@ def load_beside(path: Path, trainer: Any, record: Record | None) -> None:
         put_back(path, bare(trainer), lacking)
 
 
+_RANK_0_ALONE = "should_save_on_this_rank"
+"""A model's method, from transformers 5.15 on; any rank may be the one that is left."""
+
+
 def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Record) -> None:
     folder.mkdir()
     model = bare(trainer)
     if isinstance(model, (PreTrainedModel, getattr(trainer_module, "PeftModel", PreTrainedModel))):  # as Trainer asks
-        rank_0_alone = "should_save_on_this_rank"  # and any rank may be the one that is left
-        undo = adapter.replace_attribute(model, rank_0_alone, lambda _: lambda *_: True)
-        model.save_pretrained(folder, state_dict=dump["model"], is_main_process=True)
-        undo()
+        with ExitStack() as undo:
+            if hasattr(model, _RANK_0_ALONE):
+                undo.callback(adapter.replace_attribute(model, _RANK_0_ALONE, lambda _: lambda *_: True))
+            model.save_pretrained(folder, state_dict=dump["model"], is_main_process=True)
     else:
         safetensors.torch.save_file(dump["model"], folder / "model.safetensors", metadata={"format": "pt"})
     if not any(folder.glob("*.safetensors")):

@@ -195,7 +195,7 @@ class Training(adapter.Training):
             "state": vars(trainer.state) | {"log_history": list(trainer.state.log_history)},
             "control": dict(vars(trainer.control)),
             "callbacks": [(type(one).__name__, one.state()) for one in self._exportable()],
-            "sums": {name: getattr(trainer, name) for name in _SUMS},
+            "sums": {name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)},
             "torch": self.state.snapshot(self.step, 0),
         }
         if self._unsaved_data.new:

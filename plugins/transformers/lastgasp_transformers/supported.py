@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
+import torch
 import transformers
 from transformers import trainer as trainer_module
 
@@ -24,8 +26,10 @@ NEEDS = {
 }
 """Methods that are replaced in the Trainer that trains, and their parameters (docs/facts/transformers.md §1)."""
 
-_OLDEST = (5, 23)
-"""Older ones lack what is imported, or what is read in a step; some resume elsewhere than they had stopped."""
+_NUMBERED_CPU = re.compile(r"cpu:\d+")
+_BEHIND_TORCHS_OWN = 90
+_THIS, _OLDEST = tuple(map(int, transformers.__version__.split(".")[:2])), (5, 5)
+"""In older ones accelerate counts the batches of a step as well (5.4), or there is one method for all of training."""
 
 
 def require_known_version() -> None:
@@ -34,14 +38,25 @@ def require_known_version() -> None:
     Raises:
         HookNotPlaced: this transformers is too old.
     """
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
-        raise adapter.HookNotPlaced("transformers 5.23 or newer", transformers.__version__, versions_known())
+    if _THIS < _OLDEST:
+        raise adapter.HookNotPlaced("transformers 5.5 or newer", transformers.__version__, versions_known())
+
+
+def restore_numbered_cpus() -> None:
+    """Releases before 5.19 load the optimizer in a job of several ranks on CPUs to `cpu:0`, which torch refuses."""
+    if _THIS >= (5, 19):
+        return
+    torch.serialization.register_package(
+        _BEHIND_TORCHS_OWN,
+        lambda storage: None,
+        lambda storage, place: storage if _NUMBERED_CPU.fullmatch(place) else None,
+    )
 
 
 def versions_known() -> str:
     """For the error of a hook that does not fit."""
     there = f"this is {transformers.__version__}"
-    return f"lastgasp knows transformers 5.23 and 5.24, {there}: install one, or take LastGasp out of the callbacks."
+    return f"lastgasp knows transformers 5.5 to 5.24, {there}: install one, or take LastGasp out of the callbacks."
 
 
 _FSDP = (
@@ -59,8 +74,9 @@ def require_supported(trainer: Any, trial: Any) -> None:
     """
     args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
     plain = kind == "NO" or (kind.startswith("MULTI_") and trainer.accelerator.parallelism_config is None)
+    sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)  # since 5.16
     for field, value, bad, allowed in (
-        ("distributed_type", kind, not plain or trainer.is_distributed_loading_by_transformers, "DDP or one device"),
+        ("distributed_type", kind, not plain or sharded, "DDP or one device"),
         ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
         ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
         ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),
