@@ -395,13 +395,13 @@ class Session:
 
     def _stuck(self, again: Again) -> int:
         """The training thread does not leave its training: what goes on from memory is saved. Returns the exit code."""
-        log.error("%s", words := leaving.STAYS.format(rank=self.place.rank))
-        self.note(words)
-        if again.from_files or again.saved:
-            return exitcodes.SAVED
         cause = "did not leave its training, which was to be entered again"
         fault = Fault(kind="hang", rank=self.place.rank, cause=cause, step=self.status.step, seen_ns=_clock.wall_ns())
-        return exit_code(self.save_alone(fault, again.aux))
+        if again.from_files:
+            leaving.may_be_replaced(self._processor.tell(m.Report(fault=fault)))
+        log.error("%s", words := leaving.STAYS.format(rank=self.place.rank))
+        self.note(words)
+        return exitcodes.SAVED if again.from_files or again.saved else exit_code(self.save_alone(fault, again.aux))
 
     def leaves_training(self) -> None:
         """The training thread is about to leave a training that is entered again: its process is not ended."""

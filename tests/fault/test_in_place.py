@@ -127,39 +127,66 @@ def test_a_hung_rank_is_replaced(tmp_path: Path, undisturbed: Any) -> None:
 
 
 KILL = "kind=sigkill,rank=1,step=8,phase=backward"
+KILL_0 = "kind=sigkill,rank=0,step=8,phase=forward,incarnation=1"
 SECOND = "no step was completed since training began, when the fault before was answered in place"
 
 
 @pytest.mark.parametrize(
     ("faults", "more", "first", "why"),
     [
-        pytest.param("", ["--trick", "bug"], "", "a fault of that kind is not answered in place", id="bug"),
-        pytest.param("", ["--trick", "stubborn"], "retry", SECOND, id="twice the same"),
-        pytest.param(KILL, ["--dies", "1"], "replace", SECOND, id="the new process, at once", marks=pytest.mark.full),
-        pytest.param(KILL, ["--dies", "0"], "replace", SECOND, id="a survivor, at once", marks=pytest.mark.full),
+        pytest.param("", ["--trick", "bug"], (), "a fault of that kind is not answered in place", id="bug"),
+        pytest.param("", ["--trick", "stubborn"], ("retry",), SECOND, id="twice the same"),
+        pytest.param(KILL, ["--dies", "0"], ("replace",), SECOND, id="the only one that is there, at once",
+                     marks=pytest.mark.full),
         pytest.param(
-            f"{KILL};kind=sigkill,rank=0,step=8,phase=forward,incarnation=1", [], "replace", SECOND, id="a survivor"
+            f"{KILL};{KILL_0};kind=sigkill,rank=1,step=8,phase=forward,incarnation=2", [], ("replace", "replace"),
+            SECOND, id="three kills", marks=pytest.mark.full,
         ),
         pytest.param(
-            f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], "replace", SECOND,
+            f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], ("replace",), SECOND,
             id="an exception", marks=pytest.mark.full,
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_answered_in_place_is_saved_and_the_job_restarts(
-    faults: str, more: list[str], first: str, why: str, tmp_path: Path, undisturbed: Any
+    faults: str, more: list[str], first: tuple[str, ...], why: str, tmp_path: Path, undisturbed: Any
 ) -> None:
     directory = tmp_path / "d"
     with disturbed(tmp_path, job(run, 2, directory, *more), faults) as started:
         pass
     *before, last = incidents(directory)
-    assert [incident.rung for incident in before] == ([first] if first else []), started.output[-6000:]
+    assert tuple(incident.rung for incident in before) == first, started.output[-6000:]
     # The only copy of a step is saved before the first recovery goes on.
     assert (last.ending, last.step_saved) in (("saved", 8), ("nothing_to_save", None), ("nothing_to_save", 8)), last
     assert [c.step for c in candidates([directory], LAYOUT)] == [8]
     assert (last.steps_lost, last.rung) == (0, ""), last
     assert last.not_in_place.startswith(why)
     assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "faults", "dies", "lost"),
+    [
+        pytest.param(2, f"{KILL};{KILL_0}", "", (0, 1), id="a survivor"),
+        pytest.param(2, KILL, "1", (1,), id="the new process, at once", marks=pytest.mark.full),
+        pytest.param(3, KILL, "2", (1, 2), id="a survivor, at once", marks=pytest.mark.full),
+    ],
+)
+def test_a_second_kill_before_there_is_a_new_step_is_answered_in_place_as_well(
+    ranks: int, faults: str, dies: str, lost: tuple[int, ...], tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, ranks, directory, "--dies", dies), faults) as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert [(one.ending, one.rung, one.steps_lost) for one in found] == [("in_place", "replace", 0)] * 2, (found, where)
+    assert not any(one.notes for one in found), found
+    for rank in range(ranks):
+        entered, ended = lines(directory, rank, "entered"), lines(directory, rank, "ended")
+        assert {begun for _, begun, _ in entered} == {"0", "8"}, (entered, where)
+        assert (len({pid for pid, _, _ in entered}) == 1) == (rank not in lost), entered
+        assert ended == [[entered[-1][0], "12"]]
+    assert differences(undisturbed(ranks), directory / "final.pt") == []
 
 
 @pytest.mark.full

@@ -326,20 +326,37 @@ def test_a_rank_that_ends_its_training_meanwhile_enters_it_again(tmp_path: Path,
 
 
 KILL = "kind=sigkill,rank=1,step=8,phase=backward"
+KILL_0 = "kind=sigkill,rank=0,step=8,phase=forward,incarnation=1"
 SECOND = "no step was completed since training began, when the fault before was answered in place"
+
+
+@pytest.mark.full
+def test_a_second_kill_before_there_is_a_new_step_is_answered_in_place_as_well(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory), f"{KILL};{KILL_0}") as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert [(one.ending, one.rung, one.steps_lost) for one in found] == [("in_place", "replace", 0)] * 2, (found, where)
+    for rank in range(2):
+        entered = lines(directory, rank, "entered")
+        assert {begun for _, begun in entered} == {"0", "8"}, (entered, where)
+        assert len({pid for pid, _ in entered}) == 2, entered
+        assert [pid for pid, _ in lines(directory, rank, "left")] == [entered[-1][0]], where
+    check_same(directory, undisturbed(2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("faults", "more"),
     [
-        pytest.param(KILL, ["--dies", "1"], id="the new process, at once"),
-        pytest.param(KILL, ["--dies", "0"], id="a survivor, at once"),
-        pytest.param(f"{KILL};kind=sigkill,rank=0,step=8,phase=forward,incarnation=1", [], id="a survivor"),
+        pytest.param(KILL, ["--dies", "1"], id="the new process, which has met the others, but not the controller"),
+        pytest.param(KILL, ["--dies", "0"], id="the only one that is there, at once"),
         pytest.param(f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], id="an exception"),
     ],
 )
-def test_a_second_fault_is_answered_by_a_restart(
+def test_another_second_fault_is_answered_by_a_restart(
     faults: str, more: list[str], tmp_path: Path, undisturbed: Any
 ) -> None:
     directory = tmp_path / "d"

@@ -130,12 +130,14 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path, expected: Any) -> None
         ("--bf16", 2, "kind=sigkill,rank=1,step=5,phase=after_update", (1,)),
         ("--bf16", 2, "kind=sigkill,rank=0,step=4,phase=backward;"
          "kind=sigkill,rank=1,step=9,phase=backward,incarnation=1", (0, 1)),
+        ("--bf16", 2, "kind=sigkill,rank=0,step=6,phase=backward;"
+         "kind=sigkill,rank=1,step=6,phase=backward,incarnation=1", (0, 1)),
         ("--bf16 --eval-iters 2 --eval-interval 3 --num-workers 1", 2, "kind=sigkill,rank=1,step=6,phase=data", (1,)),
         (f"--bf16 {PIPELINE} {DIST_OPT} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce "
          "--overlap-param-gather", 4, "kind=sigkill,rank=3,step=6,phase=forward", (3,)),
     ],
-    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults", "evaluation",
-         "virtual-stages"],
+    ids=["four-ranks", "from-an-arena", "tensor-parallel", "hang", "after-the-update", "two-faults",
+         "before-a-new-step", "evaluation", "virtual-stages"],
 )  # fmt: skip
 def test_more_of_them(
     flags: str, ranks: int, faults: str, lost: tuple[int, ...], tmp_path: Path, expected: Any
@@ -170,6 +172,26 @@ def test_the_matrix_of_faults(case: Case, tmp_path: Path, expected: Any) -> None
     with disturbed(job, case.environment["LASTGASP_FAULT"], LASTGASP_ARENA="every 1") as started:
         pass
     check(job, started, expected(flags, ranks), *([case.victim] if case.kind == "sigkill" else []))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "fault", "stuck", "lost"),
+    [(4, "sigkill,rank=3,step=6,phase=data", 0, (0, 3)), (2, "exception,rank=0,step=6,phase=data", 1, (1,))],
+)
+def test_a_survivor_that_does_not_leave_its_training_is_replaced(
+    ranks: int, fault: str, stuck: int, lost: tuple[int, ...], tmp_path: Path, expected: Any
+) -> None:
+    job = job_in(tmp_path, "--bf16", ranks)
+    variables = {"STAYS": str(stuck), "LASTGASP_FINISH_TIMEOUT": "1", "LASTGASP_WARM": "auto"}
+    with disturbed(job, f"kind={fault}", **variables) as started:
+        pass
+    [incident] = incidents(job.checkpoints)
+    where = f"{incident}\n{started.output[-6000:]}"
+    assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", "replace", 0), where
+    assert incident.notes == [f"rank {stuck} does not leave its training: it gets a new process"], where
+    assert [len(pids(job, rank)) for rank in range(ranks)] == [1 + (rank in lost) for rank in range(ranks)], where
+    check_losses(job, expected("--bf16", ranks), where)
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import pytest
 from lastgasp.checkpoint import candidates
 from lastgasp.testing.weights import differences
 from support import again_faults
-from support.again_in_parts import LIGHTNING, LOOP, MOMENTS, Case, Job
+from support.again_in_parts import LIGHTNING, LOOP, MOMENTS, Case, Job, check_same
 from support.disturbed import disturbed, lines
 from support.launchers import incidents, undisturbed_jobs
 
@@ -92,25 +92,54 @@ def test_faults_are_answered_in_place(case: Case, tmp_path: Path, undisturbed: A
     ("ranks", "second", "more"),
     [
         pytest.param(2, "", ("--dies", "1"), id="the new process, at once"),
-        pytest.param(2, "", ("--dies", "0"), id="a survivor, at once"),
         pytest.param(2, "kind=sigkill,rank=0,step=7,phase=forward", (), id="a survivor"),
-        pytest.param(2, "kind=sigkill,rank=1,step=7,phase=update", (), id="the new process"),
-        pytest.param(2, "kind=exception,rank=1,step=7,phase=forward", (), id="an exception"),
-        pytest.param(2, "kind=sigkill,rank=all,step=7,phase=forward", (), id="all"),
+        pytest.param(2, "kind=sigkill,rank=1,step=7,phase=forward", (), id="the new process"),
         *(pytest.param(3, where, (), id=where) for where in (
             "state kept,0", "joining,2", "function called,0", "group made,1", "first step,2")),
     ],
 )  # fmt: skip
-def test_a_second_fault_is_answered_by_a_restart(
+def test_a_second_kill_is_answered_in_place_as_well(
     job: Job, ranks: int, second: str, more: tuple[str, ...], tmp_path: Path, undisturbed: Any
 ) -> None:
-    """The step is in the arenas of the living and the dead, and saved from there; all killed leave it there."""
+    """The step is in the arenas of the living and the dead.
+
+    A rank that is there and has not begun costs a restart, and so does one of which the others hear first.
+    """
     directory, injected = tmp_path / "d", second.startswith("kind=")
     faults = f"{KILL};{second},incarnation=1" if injected else KILL
     variables = {again_faults.VARIABLE: f"{second},self"} if second and not injected else {}
     with disturbed(tmp_path, job.command(directory, "plain", ranks, *job.restarts, *more), faults, **variables) as it:
         pass
     assert (directory / "second").exists() == bool(variables), it.output[-6000:]
+    first, last = found = incidents(directory)
+    assert [(one.step_saved, one.steps_lost) for one in found] == [(7, 0)] * 2, (found, it.output[-6000:])
+    assert first.ending == "in_place", found
+    assert last.ending == "in_place" or last.not_in_place in (NOT_BEGUN, SECOND), found
+    assert last.ending == "in_place" or not injected, found
+    for rank in range(ranks):
+        assert {row[1] for row in lines(directory, rank, "entered")} == {"0", "7"}
+    assert differences(undisturbed(job, "plain", ranks, *job.restarts) / "final.pt", directory / "final.pt") == []
+
+
+@pytest.mark.product("second")
+@full
+@pytest.mark.parametrize("job", [LOOP, LIGHTNING], ids=lambda job: job.name)
+@pytest.mark.parametrize(
+    ("second", "more"),
+    [
+        pytest.param("", ("--dies", "0"), id="the only one that has begun"),
+        pytest.param("kind=exception,rank=1,step=7,phase=forward", (), id="an exception"),
+        pytest.param("kind=sigkill,rank=all,step=7,phase=forward", (), id="all"),
+    ],
+)
+def test_another_second_fault_is_answered_by_a_restart(
+    job: Job, second: str, more: tuple[str, ...], tmp_path: Path, undisturbed: Any
+) -> None:
+    """The step is saved from the arenas; all killed leave it there."""
+    directory, ranks = tmp_path / "d", 2
+    faults = f"{KILL};{second},incarnation=1" if second else KILL
+    with disturbed(tmp_path, job.command(directory, "plain", ranks, *job.restarts, *more), faults) as it:
+        pass
     first, last = incidents(directory)
     assert (first.ending, first.rung, first.step_saved, first.steps_lost) == ("in_place", "replace", 7, 0), first
     assert (last.step_saved, last.steps_lost, last.rung) == (7, 0, ""), (last, it.output[-6000:])
@@ -122,6 +151,34 @@ def test_a_second_fault_is_answered_by_a_restart(
     for rank in range(ranks):
         assert {row[1] for row in lines(directory, rank, "entered")} == {"0", "7"}
     assert differences(undisturbed(job, "plain", ranks, *job.restarts) / "final.pt", directory / "final.pt") == []
+
+
+@full
+@pytest.mark.parametrize(
+    ("job", "fault", "rung"), [(LOOP, "sigkill", "replace"), (LIGHTNING, "sigkill", "replace"),
+                               (LIGHTNING, "exception", "retry")],
+    ids=["loop", "lightning", "lightning-exception"],
+)  # fmt: skip
+def test_a_survivor_that_does_not_leave_its_training_is_replaced(
+    job: Job, fault: str, rung: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Its part of the step is in its arena; plain values of a fit come from another rank."""
+    directory, limits = tmp_path / "d", {"LASTGASP_FINISH_TIMEOUT": "1", "LASTGASP_WARM": "auto"}
+    command, faults = job.command(directory, "plain", 3, "--stuck", "2"), f"kind={fault},rank=1,step=8,phase=data"
+    with disturbed(tmp_path, command, faults, **limits) as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert [(one.ending, one.rung, one.steps_lost) for one in found] == [
+        ("in_place", rung, 0), ("in_place", "replace", 0)
+    ], (found, where)  # fmt: skip
+    assert [(one.kind, one.rank) for one in found[1].faults] == [("hang", 2)], where
+    assert all("has another rank's values: Sharded.seen" in note for one in found for note in one.notes), found
+    for rank in range(3):
+        entered = lines(directory, rank, "entered")
+        assert [row[1] for row in entered] == ["0", "8"], (entered, where)
+        stays = rank == 0 or (rank == 1 and rung == "retry")
+        assert (len({row[0] for row in entered}) == 1) == stays, entered
+    check_same(directory, undisturbed(job, "plain", 3), 3)
 
 
 @full

@@ -39,6 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return undisturbed_jobs(tmp_path_factory, lambda folder, ranks, *more: job(ranks, folder, *more))
 
 
+STUCK = {"LASTGASP_FINISH_TIMEOUT": "1", "LASTGASP_WARM": "auto"}
 CUT_SHORT = "step 6 was cut short after its update by InjectedFault: "
 
 
@@ -110,6 +111,11 @@ def test_an_older_release_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
             3, "plain", "kind=sigkill,rank=2,step=5,phase=data;kind=exception,rank=0,step=7,phase=backward,"
             "incarnation=1;kind=sigkill,rank=0,step=9,phase=backward,incarnation=2", [(2, 5), (None, 7), (0, 9)],
             id="three faults of three ranks",
+        ),
+        pytest.param(
+            2, "plain", "kind=sigkill,rank=1,step=5,phase=backward;"
+            "kind=sigkill,rank=0,step=5,phase=backward,incarnation=1", [(1, 5), (0, 5)],
+            id="a second kill before a new step",
         ),
     ],
 )  # fmt: skip
@@ -236,15 +242,41 @@ def test_a_new_process_that_needs_others_before_train_costs_a_restart(tmp_path: 
     assert differences(directory / "final.pt", undisturbed(2, "--name")) == []
 
 
+STAYS = "rank {} does not leave its training"
+
+
 @pytest.mark.full
-def test_a_survivor_that_does_not_leave_its_training_costs_a_restart(tmp_path: Path, undisturbed: Any) -> None:
+@pytest.mark.parametrize(
+    ("fault", "stuck"), [("sigkill,rank=0,step=5,phase=backward", 1), ("exception,rank=2,step=5,phase=backward", 0)]
+)
+def test_a_survivor_that_does_not_leave_its_training_is_replaced(
+    fault: str, stuck: int, tmp_path: Path, undisturbed: Any
+) -> None:
     """Nobody waits for it until torch's timeout, which is half an hour: the step is on disk."""
     directory = tmp_path / "d"
-    faults, limits = "kind=sigkill,rank=0,step=5,phase=backward", {"LASTGASP_FINISH_TIMEOUT": "1"}
-    with disturbed(tmp_path, job(2, directory, "--stuck"), faults, **limits) as started:
+    with disturbed(tmp_path, job(3, directory, "--stuck", str(stuck)), f"kind={fault}", **STUCK) as started:
         pass
-    found = incidents(directory)
-    assert found[0].rung == "replace" and not any(one.steps_lost for one in found), started.output[-6000:]
-    stays = "rank 1 does not leave its training: it ends, and the job restarts"
-    assert stays in started.output and stays in found[0].notes, found[0].notes
+    where = started.output[-6000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.rung, incident.steps_lost) == ("in_place", "replace", 0), (incident, where)
+    assert incident.notes == [f"{STAYS.format(stuck)}: it gets a new process"], incident.notes
+    lost = {stuck} if "exception" in fault else {0, stuck}
+    assert {("hang", stuck)} == {(one.kind, one.rank) for one in incident.faults[1:]}, incident.faults
+    for rank in range(3):
+        entered, left = lines(directory, rank, "entered"), lines(directory, rank, "left")
+        assert [int(step) for _, step in entered] == [0, 5], where
+        assert (len({pid for pid, _ in entered}), len(left)) == (1 + (rank in lost), 1), where
+    assert differences(directory / "final.pt", undisturbed(3)) == [], where
+
+
+@pytest.mark.full
+def test_where_it_cannot_be_replaced_the_job_restarts(tmp_path: Path, undisturbed: Any) -> None:
+    directory, faults = tmp_path / "d", "kind=exception,rank=0,step=5,phase=backward"
+    with disturbed(tmp_path, job(2, directory, "--stuck", "1"), faults, **(STUCK | {"LASTGASP_WARM": "off"})) as it:
+        pass
+    first, *_ = found = incidents(directory)
+    assert first.rung == "retry" and not any(one.steps_lost for one in found), it.output[-6000:]
+    gets_none = f"{STAYS.format(1)}, and gets no new process: there is no warm process"
+    assert first.notes[0].startswith(gets_none), first.notes
+    assert first.notes[1] == f"{STAYS.format(1)}: it ends, and the job restarts", first.notes
     assert differences(directory / "final.pt", undisturbed(2)) == []

@@ -101,6 +101,13 @@ def at(point: str) -> None:
     os.kill(pid, signal.SIGSTOP) if stops else kill(pid)
 
 
+def stay(rank: str) -> None:
+    """This rank stays here, as in code of the user's that does not come back; not after a recovery or a restart."""
+    first = (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None)
+    if first and os.environ["RANK"] == rank:
+        time.sleep(10 * PATIENCE)
+
+
 def device_fault(step: int, text: str = os.environ.get(DEVICE, "")) -> None:
     """Raise once what a device says, in step 9 of rank 1."""
     again = os.environ.get("LASTGASP_INCARNATION"), os.environ.get("LASTGASP_ATTEMPT")

@@ -132,9 +132,8 @@ def training(args: argparse.Namespace) -> None:
         for _ in s.epochs(1000):
             for batch in s.batches(loader):
                 TRICKS[args.trick](args, s)
-                first = (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None)
-                if args.stuck == str(rank) and first and s.step == 8:
-                    time.sleep(10 * again_faults.PATIENCE)
+                if s.step == 8:
+                    again_faults.stay(args.stuck)
                 while s.step >= GATE and not (args.dir / "go").exists():
                     (args.dir / f"gate-{rank}").touch()
                     s.alive()

@@ -90,7 +90,7 @@ class Diary(Callback):
     """Notes who trains, and holds the ranks at the gate."""
 
     def __init__(self, args: argparse.Namespace, ours: LastGasp) -> None:
-        self._directory, self._ours, self._dies = args.dir, ours, args.dies
+        self._directory, self._ours, self._dies, self._stuck = args.dir, ours, args.dies, args.stuck
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The process group is there; ours has not connected yet."""
@@ -110,6 +110,8 @@ class Diary(Callback):
         while run is not None and trainer.global_step >= GATE and not (self._directory / "go").exists():
             run.progress("data")
             time.sleep(0.01)
+        if trainer.global_step == 8:
+            again_faults.stay(self._stuck)
         again_faults.at("first step")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--arena", default="every 1")
     parser.add_argument("--recovery")
     parser.add_argument("--dies", default="", help="this rank is killed in setup when fit is entered again")
+    parser.add_argument("--stuck", default="", help="this rank stays in its own code in step 9, and raises nothing")
     parser.add_argument("--stateless", action="store_true", help="without plain values, which a restart loses")
     parser.add_argument("--full", action="store_true", help="the host has no memory for arenas")
     args = parser.parse_args()

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--outside", action="store_true", help="the model is kept from one call to the next")
     parser.add_argument("--full", action="store_true", help="the host has no memory for arenas")
     parser.add_argument("--damaged", action="store_true", help="a bit of step 7 in the arena of rank 1 is flipped")
+    parser.add_argument("--stuck", default="", help="this rank stays in its own code in step 9, and raises nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     card.one_card()
@@ -96,6 +97,8 @@ def training(args: argparse.Namespace) -> None:
         note(args.dir, f"entered {os.getpid()} {s.step} {s.resumed}")
         for _ in s.epochs(1000):
             for inputs, wanted in s.batches(loader):
+                if s.step == 8:
+                    again_faults.stay(args.stuck)
                 while s.step >= GATE and not (args.dir / "go").exists():
                     s.alive()
                     time.sleep(0.01)

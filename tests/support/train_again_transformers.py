@@ -27,7 +27,7 @@ GATE = 3
 class Diary(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Notes who trains, and holds the ranks at the gate."""
 
-    def __init__(self, directory: Path, ours: LastGasp, stuck: bool) -> None:
+    def __init__(self, directory: Path, ours: LastGasp, stuck: str) -> None:
         self._directory, self._ours, self._stuck = directory, ours, stuck
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -41,9 +41,8 @@ class Diary(TrainerCallback):  # type: ignore[misc,unused-ignore]
             assert time.monotonic() < deadline
             run.session.progress("data")
             time.sleep(0.01)
-        first = (os.environ["LASTGASP_ATTEMPT"], os.environ.get("LASTGASP_INCARNATION")) == ("0", None)
-        if self._stuck and first and state.global_step == STUCK and args.process_index == 1:
-            time.sleep(10 * again_faults.PATIENCE)
+        if state.global_step == STUCK:
+            again_faults.stay(self._stuck)
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def main() -> None:
     parser.add_argument("--shape", default="plain", choices=sorted(SHAPES))
     parser.add_argument("--first", action="store_true", help="rank 0 prepares data before the others")
     parser.add_argument("--name", action="store_true", help="rank 0 tells the others a name before `train`")
-    parser.add_argument("--stuck", action="store_true", help="a callback of rank 1 does not return")
+    parser.add_argument("--stuck", default="", help="a callback of this rank does not return")
     parser.add_argument("--twice", action="store_true", help="it is the second training of its script")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -91,3 +91,24 @@ def test_who_begins_with_a_replicas_arena_leaves_the_others_theirs() -> None:
     del new
     arenas.clear()
     assert held() == before
+
+
+def test_where_ranks_enter_once_more_before_all_have_begun_each_has_what_it_had_last() -> None:
+    """New processes were told to begin with it; each is opened only once they come."""
+    gc.collect()
+    arenas = Arenas(Keepers(lambda rank, step: None), "token", lambda text: None)
+    before, host = held(), host_identity()
+    arenas.begin(durable=0)
+    attempt(arenas, 3)
+    arenas.begin(durable=0, same_attempt=True)
+    own = arenas.reference(0)
+    arenas.keep(0, host, own.pid, m.Begin(step=3, durable=0, buffer_fd=-1, arena_fd=own.fd, arena_id=own.identity))
+    told = [arenas.reference(rank) for rank in range(RANKS)]
+    arenas.begin(durable=0, same_attempt=True)
+    assert [arenas.reference(rank) for rank in range(RANKS)] == told
+    assert all(arena.NAME in os.readlink(f"/proc/{one.pid}/fd/{one.fd}") for one in told)
+    assert arenas.steps() == {0: (3,), 1: (3,)} and held() - before == RANKS
+    arenas.begin(durable=0)  # a restart
+    assert arenas.left(0, host, RANKS).step == 3
+    arenas.clear()
+    assert held() == before

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgasp import exitcodes
 from lastgasp import session as session_module
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError
@@ -19,6 +20,7 @@ from lastgasp.events import Fault
 from lastgasp.gasp import leaving as leaving_module
 from lastgasp.gasp import messages as m
 from lastgasp.gasp import processor as processor_module
+from lastgasp.gasp.again import Again
 from lastgasp.gasp.link import Link
 from lastgasp.gasp.operator import ended_by_all
 from lastgasp.gasp.serve import ControllerThread, new_token
@@ -346,3 +348,24 @@ def test_a_rank_whose_training_failed_is_still_ended(tmp_path: Path, ended: list
     session._schedule_leaving(SAVED)
     session.close(goodbye=False)
     until(lambda: ended == [85], "the end of the process")
+
+
+@pytest.mark.parametrize("from_files", [True, False])
+def test_who_does_not_leave_its_training_says_so_before_it_ends_where_others_begin_with_files(
+    from_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed then, where it gets a new process; else, and where the others need its memory, it ends itself."""
+    said = list[m.Message]()
+
+    def tell(message: m.Message) -> bool:
+        said.append(message)
+        return True
+
+    monkeypatch.setattr(leaving_module, "TOLD", 0.001)
+    again = Again(incarnation=1, step=3, source=-1 if from_files else 0, takers=(0,), lost=(), port=1, saved=True)
+    with closing(lone_session(tmp_path)) as session:
+        monkeypatch.setattr(session._processor, "tell", tell)
+        assert session._stuck(again) == exitcodes.SAVED
+    faults = [(one.fault.kind, one.fault.rank) for one in said if isinstance(one, m.Report)]
+    assert faults == ([("hang", 0)] if from_files else [])
+    assert [one.text for one in said if isinstance(one, m.Noted)] == [leaving_module.STAYS.format(rank=0)]

@@ -11,7 +11,7 @@ import pytest
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.actions import Action, Kill, RecordPhase, Remark, Send
+from lastgasp.gasp.actions import Action, AgreedAnew, Kill, RecordPhase, Remark, Send
 from lastgasp.gasp.again import NEW, Again, Offer
 from lastgasp.gasp.auxiliary import NoBuffers
 from lastgasp.gasp.ladder import Ladder
@@ -1123,15 +1123,13 @@ def test_where_no_rank_may_be_replaced_a_late_one_costs_a_restart(job: Late, why
     assert (job.machine.state, job.machine.again, job.machine.not_in_place) == ("saving", None, why)
 
 
-@pytest.mark.parametrize("trouble", ["dies", "entered", "unwise", "comes", "in parts", "raises"])
+@pytest.mark.parametrize("trouble", ["dies", "entered", "unwise", "comes", "raises"])
 def test_a_rank_that_is_late_and_another_trouble_cost_a_restart(trouble: str) -> None:
     job = Late(0, 1)
     machine = job.machine
     if trouble == "entered":
         machine.said(1, m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery="auto"), 2.0)
     machine.unwise = "one hung before" if trouble == "unwise" else ""
-    if trouble == "in parts":
-        machine.arenas = Kept(dict.fromkeys(range(WORLD), (STEP,)))
     machine.tick(41.0, 1, frozenset())
     if trouble == "dies":
         machine.gone(1, "process died", "killed", 1, 41.0)
@@ -1146,3 +1144,140 @@ def test_a_rank_that_is_late_and_another_trouble_cost_a_restart(trouble: str) ->
     assert (machine.again, machine.state) == (None, "saving")
     assert machine.not_in_place == {"unwise": "one hung before", "comes": HUNG.format(2)}.get(trouble, SECOND)
     assert machine.outcome.step == STEP
+
+
+@pytest.mark.parametrize("held", [STEP, STEP - 1])
+def test_one_that_is_late_and_has_a_part_of_its_own_leaves_it_in_its_arena(held: int) -> None:
+    """If that does not hold the step, the others save what they hold together."""
+    job = Late(0, 1)
+    job.machine.replicas = tuple((rank,) for rank in range(WORLD))
+    job.machine.arenas = Kept({0: (STEP,), 1: (STEP,), 2: (held,)})
+    job.machine.tick(41.0, 1, frozenset())
+    for rank in (0, 1):
+        said = m.Prepared(recovery=1, step=STEP, durable=START, usable=True, arena=(STEP,))
+        job.machine.said(rank, said, 42.0)
+    again = job.machine.again
+    assert (again is not None) == (held == STEP), job.machine.not_in_place
+    if again is not None:
+        assert (again.lost, [one.rank for one in again.arenas or ()]) == ((2,), [2])
+
+
+# -- ranks that are killed before there is a new step ----------------------------------------------------
+
+
+class Unrecorded(NoBuffers):
+    """Buffers in which there is no step yet."""
+
+    def exists(self, rank: int) -> bool:
+        return True
+
+
+def killed_again(job: Late, rank: int) -> list[Action]:
+    """After they have entered; the others answer."""
+    for each in sorted(job.machine._here):
+        entered = m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery="auto")
+        job.machine.said(each, entered, 1.5)
+    actions = job.machine.gone(rank, "process died", "killed", 1, 2.0)
+    for each in sorted(job.machine._here):
+        actions += job.answer(each, STEP)
+    return actions
+
+
+@pytest.mark.parametrize("in_vain", [False, True])
+def test_a_rank_that_is_killed_before_there_is_a_new_step_is_replaced_once(in_vain: bool) -> None:
+    job = Late(0, 1, 2)
+    job.machine.in_vain, job.machine.buffers = in_vain, Unrecorded()
+    actions = killed_again(job, 1)
+    again = Again(incarnation=2, step=STEP, source=0, takers=(1,), lost=(1,), port=78)
+    assert orders(actions) == ({} if in_vain else {0: again, 2: again})
+    assert job.machine.not_in_place == (SECOND if in_vain else "")
+    told = [one for one in actions if isinstance(one, Remark)]
+    assert in_vain or not told, "what all begin with has its random state"
+
+
+def test_survivors_that_have_yet_to_come_are_waited_for_when_one_is_killed_meanwhile() -> None:
+    """They would count as lost. The new process is not waited for: it comes when all are there."""
+    job = Late(0, 1, holders=frozenset({0, 1, 3}))
+    job.machine.world_size, job.machine.replicas = 4, ((0, 1, 2, 3),)
+    assert orders(killed_again(job, 1)) == {}
+    assert job.machine.tick(20.0, 1, frozenset()) == []
+    job.machine.joined(3, 20.0)
+    job.machine.said(3, m.Begin(step=STEP, durable=START, buffer_fd=-1, recovery="auto", entered=False), 20.0)
+    told = orders(job.answer(3, STEP))
+    assert set(told) == {0, 3} and job.machine.again is not None
+    assert job.machine.again.lost == (1, 2)
+
+
+def test_one_that_never_comes_is_replaced_as_well() -> None:
+    job = Late(0, 1, holders=frozenset({0, 1, 3}))
+    job.machine.world_size, job.machine.replicas = 4, ((0, 1, 2, 3),)
+    killed_again(job, 1)
+    job.machine.tick(7.0 + 2.0, 1, frozenset())  # the deadline of answers
+    actions = job.machine.tick(41.0, 1, frozenset())
+    assert orders(actions) == {} and job.machine.state == "saving"  # the only copy
+    assert job.machine._once_saved is not None and job.machine._once_saved.lost == (1, 2, 3)
+
+
+def test_where_all_are_killed_nobody_enters_again() -> None:
+    job = Late(0, 1, 2)
+    job.machine.arenas = Kept(dict.fromkeys(range(WORLD), (STEP,)))
+    for rank in range(WORLD):
+        job.machine.gone(rank, "process died", "killed", 1, 2.0)
+    assert (job.machine.again, job.machine.state) == (None, "over")
+
+
+@pytest.mark.parametrize("came", [WORLD, WORLD - 1])
+def test_who_begins_with_files_does_so_once_more_if_all_had_come(came: int) -> None:
+    job = Job(from_files=True, offer=NEXT)
+    machine = job.machine
+    machine.incarnation, machine.began_at = 1, STEP
+    for rank in range(WORLD):
+        machine.said(rank, m.Status(step=STEP, durable=STEP, tick=10, phase="save"), 0.5)
+    if came < WORLD:
+        del machine.members[2]
+        machine._here.discard(2)
+    job.die(1)
+    for rank in sorted(machine._here):
+        machine.said(rank, m.Prepared(recovery=1, step=STEP, durable=STEP, usable=True), 1.0)
+    again = Again(incarnation=2, step=STEP, source=-1, takers=(0, 1, 2), lost=(1,), port=78)
+    assert machine.again == (again if came == WORLD else None)
+
+
+# -- ranks that stay in a training that begins again with files -------------------------------------------
+
+
+def stays(job: Job, rank: int) -> list[Action]:
+    """It says so, once the order to enter again has come."""
+    for each in range(WORLD):
+        job.machine.said(each, m.Status(step=STEP, durable=STEP, tick=10, phase="save"), 0.5)
+    job.report(1, "exception")
+    for each in range(WORLD):
+        job.machine.said(each, m.Prepared(recovery=1, step=STEP, durable=STEP, usable=True), 1.0)
+    return job.report(rank, "hang", passing=False)
+
+
+def test_a_rank_that_stays_where_all_begin_with_files_gets_a_new_process() -> None:
+    job = Job(from_files=True)
+    actions = stays(job, 2)
+    remark = Remark(text="rank 2 does not leave its training: it gets a new process")
+    assert actions == [AgreedAnew(), Kill(rank=2), remark]
+    assert job.again() == Again(incarnation=1, step=STEP, source=-1, takers=(0, 1, 2), lost=(2,), port=77)
+    assert (job.again().rung, job.machine.stayed) == ("replace", (2,))
+    assert job.report(2, "hang") == []
+    assert job.report(0, "hang") == [AgreedAnew(), Kill(rank=0), Remark(text=remark.text.replace("2", "0"))]
+    assert job.again().lost == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (Job(from_files=True, recovery="retry"), "recovery=retry: no rank is replaced"),
+        (Job(from_files=True, offer=msgspec.structs.replace(OFFER, no_process="none is warm")), "none is warm"),
+        (Job(), ""),
+    ],
+    ids=["retry", "no process", "from memory"],
+)
+def test_where_it_can_get_none_it_ends_by_itself(job: Job, why: str) -> None:
+    text = f"rank 2 does not leave its training, and gets no new process: {why}"
+    assert stays(job, 2) == ([Remark(text=text)] if why else [])
+    assert job.again().lost == ()

@@ -94,6 +94,30 @@ def test_one_from_which_no_rank_came_back_is_the_last(tmp_path: Path) -> None:
         assert (found.notes, failed.notes) == ([], [NOBODY]), "its record said in_place, and nothing else"
 
 
+@pytest.mark.parametrize("between", [7, 8], ids=["no step", "a step in between"])
+def test_ranks_that_are_killed_before_there_is_a_step_are_replaced_once(between: int, tmp_path: Path) -> None:
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        found = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
+        ended(found, "killed", 7)
+        found = entered(incidents, found)
+        assert not ladder(found).in_vain, "training had begun with that step, and was not entered again"
+        ended(found, "killed", between)
+        ladder(found).again = Again(incarnation=2, step=7, source=0, takers=(1,), lost=(), port=1)
+        found = incidents.begin(msgspec.structs.replace(found.hello, incarnation=2))
+        assert ladder(found).in_vain == (between == 7)
+
+
+def test_after_a_rank_that_did_not_leave_its_training_nothing_is_answered_in_place(tmp_path: Path) -> None:
+    with closing(RecordWriter()) as writer:
+        incidents = Incidents(writer)
+        found = incidents.begin(hello(0, 2, attempt=0, directory=str(tmp_path)))
+        ladder(found).stayed = (1,)
+        for _ in range(2):
+            found = entered(incidents, found)
+            assert ladder(found).unwise == "rank 1 hung in an earlier recovery in place of this job"
+
+
 def test_a_new_process_that_would_start_for_too_long_is_known_until_the_restart(tmp_path: Path) -> None:
     with closing(RecordWriter()) as writer:
         incidents = Incidents(writer)

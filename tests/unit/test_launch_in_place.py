@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -36,6 +37,26 @@ def test_a_script_that_has_changed_on_disk_gets_no_new_process(
     assert started == ([] if edited else [1])
     reports = [call.args for call in attempt.report_exit.call_args_list]
     assert reports == ([(1, f"could not be replaced: {script} has changed since it was imported")] if edited else [])
+
+
+def test_a_rank_that_does_not_leave_its_training_gets_its_new_process_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same incarnation as the one that was killed, which has its own by then."""
+    started = list[int]()
+    monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: started.append(rank))
+    attempt: Any = MagicMock(number=0)
+    workers = [SimpleNamespace(global_rank=rank) for rank in range(3)]
+    context: Any = MagicMock()
+    context.subprocess_handlers = {rank: SimpleNamespace(proc=SimpleNamespace(pid=rank)) for rank in range(3)}
+    group: Any = SimpleNamespace(workers=workers, group_world_size=1)
+    launcher = InPlace(attempt, group, context, SimpleNamespace(changed=""))  # type: ignore[arg-type]
+    order = Again(incarnation=1, step=4, source=-1, takers=(0, 1, 2), lost=(1,), port=1, pids=(0, 1, 2))
+    attempt.controller.again.return_value = order
+    assert launcher.replaced({1: "SIGKILL"}) and started == [1]
+    assert not launcher.replaced({1: "exit code 1"}), "the new process has ended"
+    assert not launcher.replaced({2: "SIGKILL"}), "of which nothing is agreed"
+    attempt.controller.again.return_value = msgspec.structs.replace(order, lost=(1, 2))
+    assert launcher.replaced({2: "SIGKILL"}) and started == [1, 2]
+    assert not launcher.replaced({2: "exit code 1"}) and started == [1, 2]
 
 
 def test_each_training_of_the_script_gets_the_offer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from lastgasp.gasp.going_on import Fewer
 from lastgasp.gasp.rank_status import RankStatus
 from lastgasp.pytorch import from_files
 from lastgasp.pytorch.from_files import NOT_FEWER, EnteredFromFiles, Files, FromDisk, LedFromFiles
-from lastgasp.pytorch.loop import led
+from lastgasp.pytorch.loop import again_here, led
 from lastgasp.topology import Place, data_parallel
 
 GROUPS = ((0, 2), (1, 3))
@@ -279,3 +279,22 @@ def test_a_step_that_is_on_disk_is_not_written_again(tmp_path: Path, monkeypatch
     one.status.durable = 8
     one.handlers.rollback(8, None, None)
     assert one.calls == ["rollback"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_who_waits_for_a_rank_that_stays_where_it_is_is_freed(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would count as one that stays, and its process would end. Collectives of accelerators are aborted."""
+    cut, life, own = list[int](), Life(), object()
+    session: Any = life.session
+    session.backend.backend, session.status.free = "embedded", own if known else None
+    given: Any = life
+    vars(life)["on_close"] = lambda undo: None
+    monkeypatch.setattr(again_here, "FREED_AFTER", 0.0)
+    monkeypatch.setattr(again_here, "cut_connections", lambda pids, ends, port: cut.append(port))
+    EnteredFromFiles().offer(given, "auto")
+    if known:
+        assert session.status.free is own
+        return
+    session.status.outcome = SimpleNamespace(again=AGAIN)
+    session.status.free()()
+    assert cut == [AGAIN.port]

@@ -40,4 +40,8 @@ class Remark(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-Action = Send | Kill | RecordPhase | Remark | WentOn
+class AgreedAnew(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell the launchers of other hosts once more how the recovery has ended, and write it down."""
+
+
+Action = Send | Kill | RecordPhase | Remark | WentOn | AgreedAnew

@@ -92,8 +92,12 @@ class Arenas:
         return None if kept is None or kept.fd < 0 else (kept.fd, kept.identity)
 
     def _drop(self, rank: int) -> None:
-        kept = self._kept.pop(rank, None)
-        if kept is not None and kept.fd >= 0:
+        if (kept := self._kept.pop(rank, None)) is not None:
+            self._close(kept)
+
+    @staticmethod
+    def _close(kept: _Kept) -> None:
+        if kept.fd >= 0:
             os.close(kept.fd)
 
     def clear(self) -> None:
@@ -108,6 +112,8 @@ class Arenas:
     def begin(self, durable: int, same_attempt: bool = False) -> None:
         """Another attempt begins. Those that have begun with what was left, but not all, leave it as it was.
 
+        In the same attempt they leave their own: new processes are told to begin with those, and not all have begun.
+
         Args:
             durable: the newest step on disk, as far as the attempt before knew.
             same_attempt: its ranks enter their training again. Until one has begun, what its predecessor has left, or
@@ -115,6 +121,12 @@ class Arenas:
         """
         self.partners.begin()
         self._same_attempt = same_attempt
+        if same_attempt and self._left and self._kept.keys() < self._left.keys():
+            for rank, kept in self._kept.items():
+                self._close(self._left[rank].kept)
+                self._left[rank] = self._leave(rank, kept)
+            self._kept, self._durable = {}, max(self._durable, durable)
+            return
         if self._left and self._kept.keys() != self._left.keys():
             for rank in list(self._kept):
                 self._drop(rank)
@@ -143,8 +155,7 @@ class Arenas:
     def drop_left(self) -> None:
         """Free what was left: training begins with something else."""
         for left in self._left.values():
-            if left.kept.fd >= 0:
-                os.close(left.kept.fd)
+            self._close(left.kept)
         self._left = {}
 
     # -- a fault ------------------------------------------------------------------------------------------

@@ -219,11 +219,14 @@ class Attempt:
         if not (isinstance(machine, Ladder) and isinstance(earlier, Ladder)):
             return
         machine.unwise = earlier.unwise
+        machine.in_vain = before.entered and not before.progressed_now
         self.raised = 0 if before.entered and before.progressed_now else before.raised
         if before.hello.attempt == self.hello.attempt:
             machine.slow = earlier.slow
         elif earlier.again is not None:
             machine.unwise = "no rank came back in an earlier recovery in place of this job"
+        if earlier.stayed:
+            machine.unwise = f"rank {earlier.stayed[0]} hung in an earlier recovery in place of this job"
         failed = [fault for fault in earlier.faults if fault.kind in ("hang", "exception")]
         if failed and before.entered and not before.progressed_now:
             self.raised += 1

@@ -17,7 +17,7 @@ from lastgasp.errors import ControlError
 from lastgasp.topology import host_identity
 
 from . import messages as m
-from .actions import Action, Kill, Remark, Send, WentOn
+from .actions import Action, AgreedAnew, Kill, Remark, Send, WentOn
 from .admission import NotYet, WholeJobRefused, admit, is_newer, order_of
 from .again import Offer
 from .announced import Announced
@@ -400,6 +400,10 @@ class Controller:
             self.incidents.note(action.text)
         elif isinstance(action, WentOn):
             self.incidents.went_on(action)
+        elif isinstance(action, AgreedAnew):
+            assert self.attempt is not None
+            self.keepers.agreed(self.attempt.agreed())
+            self.incidents.refresh(self.attempt)
         elif isinstance(action, Kill):
             log.warning("killing hung rank %d", action.rank)
             assert self._watch is not None

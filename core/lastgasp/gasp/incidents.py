@@ -70,7 +70,7 @@ class Incidents:
             self._in_memory = self.previous
             if self.previous.hello.attempt != hello.attempt:
                 add_note(self.previous.notes, NOBODY)
-                self._again(self.previous)
+                self.refresh(self.previous)
         if self._in_arenas is not None:
             self._in_memory, self._in_arenas = self._in_arenas, None
         if self.previous is not None and self.previous.machine.outcome.ending == "gave_up" and self.previous.begun:
@@ -164,7 +164,7 @@ class Incidents:
             kept = add_note(held.notes, f"step {out.step} was held in memory alone, and went with the processes: "
                                         f"the job went on from step {step}")  # fmt: skip
             log.warning("note: %s", kept)
-            self._again(held)
+            self.refresh(held)
             self.flush()
 
     def _found_in_arenas(self, unsaved: Attempt, step: int) -> None:
@@ -173,7 +173,7 @@ class Incidents:
         out.ending, out.lost = "in_arenas", max(0, unsaved.newest_held + (out.lost or 0) - step)
         out.step, self._in_arenas = step, unsaved
         log.warning("step %d was left in arenas, in memory that launchers keep: training goes on with it", step)
-        self._again(unsaved)
+        self.refresh(unsaved)
         self.flush()
 
     def note(self, text: str) -> None:
@@ -207,7 +207,7 @@ class Incidents:
         """Record the step a dead rank had completed, as reported by its host's launcher."""
         current = self.current
         if current is not None and current.machine.died_at(rank, step):
-            self._again(current)
+            self.refresh(current)
             self.flush()
 
     def add_cause(self, attempt: Attempt, rank: int, status: str) -> None:
@@ -217,9 +217,9 @@ class Incidents:
             if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
                 kind, cause = kind_of_end(status), f"{fault.cause}, {status}"
                 faults[i] = msgspec.structs.replace(fault, kind=kind, cause=cause)
-                self._again(attempt)
+                self.refresh(attempt)
 
-    def _again(self, attempt: Attempt) -> None:
+    def refresh(self, attempt: Attempt) -> None:
         """Mark the record for rewriting: more is known than was written."""
         if attempt.incident is not None and attempt.over_since is not None:
             attempt.refresh()

@@ -13,8 +13,7 @@ a step without a fault. If then anything is in the way, or one does not come to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -22,15 +21,16 @@ from lastgasp.events import Ending, Fault
 
 from . import fewer_ranks
 from . import messages as m
-from .actions import Action, Kill, RecordPhase, Remark, Send
-from .again import NEW, Again, Offer
+from .actions import Action, AgreedAnew, Kill, RecordPhase, Remark, Send
+from .again import NEW, Again
 from .arena_decision import arenas_held
 from .auxiliary import auxiliary_states
 from .decision import Decision, SavePlan
-from .late import LATE, holders_of, late_ranks, may_come, only_late
-from .machine import MARGIN, Machine
+from .ladder_state import LadderState
+from .late import LATE, NOT_REPLACED, REPLACED, also_lost, holders_of, late_ranks
+from .machine import MARGIN
 from .members import Member, Outcome
-from .own_parts import BACK, arenas_to_take, has_arenas, states_to_hand, step_of
+from .own_parts import BACK, arenas_to_take, states_to_hand, step_of
 
 AGAIN = 60.0
 """Seconds until ranks are stopped once more to take in those that wait: one did not answer in time."""
@@ -41,76 +41,8 @@ OFFER = 2.0
 
 
 @dataclass
-class Ladder(Machine):
-    """The machine of one incarnation of an attempt.
-
-    Args:
-        incarnation: how often ranks of this attempt have been entered again.
-        offer: what the launcher can do now; None where it can do nothing, or has yet to say; offering: it will.
-        enter_by: when all ranks must have begun, monotonic seconds.
-        holders: ranks that have entered again with the step in memory, as far as they get.
-        elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
-        missing: how many of those launchers cannot be reached; address: by which a rank has reached the controller.
-        weary: why no further exception is answered in place; empty while they are.
-        slow: why no rank is replaced, since a new process would take too long; unwise: why nothing is answered in place
-            any more. Empty while it is.
-
-    Attributes:
-        again: what was agreed for a recovery in place; None where there was none.
-        not_in_place: why there was none.
-        shrunk: why ranks are missing from now on, and how many; grown: how many are there again. Empty where none are.
-        not_grown: why ranks that wait are not taken in by this incarnation; empty while they may be.
-    """
-
-    incarnation: int = 0
-    offer: Offer | None = None
-    offering: Callable[[], bool] = lambda: False
-    enter_by: float = math.inf
-    holders: frozenset[int] = frozenset()
-    elsewhere: Callable[[int], str] = lambda others: ""
-    missing: Callable[[int], int] = lambda others: 0
-    address: Callable[[int], str] = lambda rank: ""
-    weary: str = ""
-    slow: str = ""
-    unwise: str = ""
-    again: Again | None = None
-    not_in_place: str = ""
-    shrunk: str = ""
-    grown: str = ""
-    not_grown: str = ""
-    began_at: int = -1
-    """The greatest step from which a rank of this incarnation began."""
-    _recovery: dict[int, str] = field(default_factory=dict)
-    _from_files: bool = False
-    """Ranks that are entered again begin with what was saved."""
-    _entered: set[int] = field(default_factory=set)
-    _once_saved: Again | None = None
-    """What follows the save of a step that only one rank holds."""
-    _late: bool = False
-    """Ranks that did not enter in time are known."""
-    _fewer: dict[int, m.Fewer] = field(default_factory=dict)
-    """Whether ranks can go on with fewer."""
-    _stubborn: set[int] = field(default_factory=set)
-    """Ranks that raised what would come again."""
-    _growing: tuple[int, ...] = ()
-    """While ranks are stopped without a fault: `Again.members` of what is to follow."""
-    _grow_after: float = 0.0
-    _grow_by: float = 0.0
-    _offer_by: float = math.inf
-
-    @property
-    def wanted(self) -> bool:
-        """Some rank may be entered again: the launcher should make an offer."""
-        return any(cap not in ("", "restart", "save") for cap in self._recovery.values())
-
-    @property
-    def leaves(self) -> bool:
-        """Some rank asked that the job ends after the save."""
-        return "save" in self._recovery.values()
-
-    def next_training(self) -> None:
-        """A rank comes to the script's next training, which nobody enters again."""
-        self.holders, self.began_at, self.enter_by, self._entered = frozenset(), -1, math.inf, set()
+class Ladder(LadderState):
+    """The machine of one incarnation of an attempt."""
 
     def _on_begin(self, member: Member, message: m.FromRank, now: float) -> list[Action]:
         assert isinstance(message, m.Begin)
@@ -140,7 +72,7 @@ class Ladder(Machine):
         assert isinstance(message, m.Report)
         if not message.passing and message.fault.kind != "peer":
             self._stubborn.add(member.rank)
-        return super()._on_report(member, message, now)
+        return super()._on_report(member, message, now) + self._stays(message.fault)
 
     def tick(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
         """As the machine's; and a rank that does not enter in time is a fault. Ranks that wait are taken in."""
@@ -159,11 +91,15 @@ class Ladder(Machine):
             actions += self._fault(Fault(kind="hang", rank=rank, cause=LATE, step=self.began_at, seen_ns=at_ns), now)
         return actions
 
-    @property
-    def _goes_on_without(self) -> bool:
-        """New processes take the places of survivors that are late. Only once: the next incarnation is `unwise`."""
-        may = self._late and not (self._entered or self._by_handlers or self._in_parts)
-        return may and only_late(self.faults, self.members, self.holders)
+    def _stays(self, fault: Fault) -> list[Action]:
+        """A rank says that it does not leave its training, after the order to enter it again."""
+        again = also_lost(self.again, fault)
+        if again is None or not self.faults.remember(fault):
+            return []
+        if why := self._forbidden(again.lost) or self._no_process():
+            return [Remark(text=NOT_REPLACED.format(rank=fault.rank, why=why))]
+        self.again, self.stayed = again, (*self.stayed, fault.rank)
+        return [AgreedAnew(), Kill(rank=fault.rank), Remark(text=REPLACED.format(rank=fault.rank))]
 
     # -- growing ----------------------------------------------------------------------------------
 
@@ -183,11 +119,6 @@ class Ladder(Machine):
         caps, one = {self._recovery.get(rank, "") for rank in self._here}, len(self.replicas) == 1
         self.not_grown = fewer_ranks.cannot_grow(caps, self._elastic >= self._here, one, by_handlers=self._by_handlers)
         return () if self.not_grown else grow
-
-    @property
-    def _elastic(self) -> set[int]:
-        """Ranks that can go on with fewer."""
-        return {rank for rank, said in self._fewer.items() if said.may}
 
     def _grow(self, now: float) -> list[Action]:
         """All have answered: enter again with those that wait, or train on.
@@ -253,10 +184,6 @@ class Ladder(Machine):
         self._offer_by = min(self._offer_by, now + OFFER)
         return now < self._offer_by
 
-    @property
-    def _may_come(self) -> bool:
-        return any(may_come(shard, self._here, self.members, self.holders) for shard in self.replicas)
-
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         if self.plan == 0 and any(self._recovery.values()):
             chosen = self._choose(decision)
@@ -305,7 +232,7 @@ class Ladder(Machine):
             self.grown = fewer_ranks.GROWN.format(new=members.count(NEW), all=len(members))
         elif lost and (why := self._no_process()):
             members = tuple(rank for rank in range(self.world_size) if rank not in lost)
-            if self._goes_on_without or not (self.offer.least or (self._by_handlers and self._elastic >= self._here)):
+            if step <= self.began_at or not (self.offer.least or (self._by_handlers and self._elastic >= self._here)):
                 return why
             if cannot := self._cannot_shrink(members, takers):
                 return f"{why}; the job cannot go on with fewer ranks: {cannot}"
@@ -315,11 +242,6 @@ class Ladder(Machine):
             incarnation=self.incarnation + 1, step=step, source=source, takers=takers, lost=lost,
             port=self.offer.port, host=self.offer.host, members=members,
         )  # fmt: skip
-
-    @property
-    def _in_parts(self) -> bool:
-        """Each rank alone holds a part of the state, and begins with its own."""
-        return not self._from_files and has_arenas(self.arenas, self.world_size)
 
     def _choose_parts(self, step: int, lost: tuple[int, ...]) -> Again | str:
         """The same where each rank begins with its own part of `step`, a new process with that of the dead one."""
@@ -345,22 +267,6 @@ class Ladder(Machine):
         if len(self.replicas) == 1 or self._from_files:
             return len(again.takers) >= self.world_size - 1
         return bool(again.takers) and fewer_ranks.fewest(self.replicas, again.takers) < 2
-
-    @property
-    def _by_handlers(self) -> bool:
-        """Its ranks hand their shards over by handlers, which know them by the numbers of the complete job (MindIO)."""
-        return bool(self._here) and all(self.members[rank].together for rank in self._here)
-
-    def _no_process(self) -> str:
-        """Why a dead rank cannot get a new process."""
-        assert self.offer is not None
-        cap = min((self._recovery[rank] for rank in self._here), default="")
-        if cap in ("retry", "fewer"):
-            return f"recovery={cap}: no rank is replaced"
-        return self.offer.no_process or self.elsewhere(self.offer.others)
-
-    def _lost_ranks(self) -> tuple[int, ...]:
-        return tuple(r for r in range(self.world_size) if r not in self.members or self.members[r].lost)
 
     def _forbidden(self, lost: tuple[int, ...]) -> str:
         """Why such a fault is not answered in place."""
@@ -395,7 +301,7 @@ class Ladder(Machine):
         left = [rank for rank, member in self.members.items() if member.left]
         if left:
             return f"rank {left[0]} had finished its training"
-        if step <= self.began_at and not self._goes_on_without:
+        if step <= self.began_at and not self._once_more:
             again = ", when the fault before was answered in place" if self.holders or self._entered else ""
             return f"no step was completed since training began{again}"
         if not holders and not self._from_files:
@@ -432,7 +338,7 @@ class Ladder(Machine):
         if again.arenas is not None:
             aux, remarks = states_to_hand(again, aux)
             remarks += [Remark(text=BACK.format(step=again.step, lost=steps_lost))] if steps_lost else []
-        elif again.members:  # those that go on have theirs
+        elif again.members or again.step <= self.began_at:  # those that go on have theirs; it was begun with before
             remarks = []
         pids = tuple(member.pid for member in self.members.values() if member.pid)
         ends = tuple(end for one in self.members.values() if one.prepared is not None for end in one.prepared.ends)

@@ -1,13 +1,18 @@
-"""Ranks that do not come to a recovery in place in time, and when the others go on without them. Pure."""
+"""Ranks that do not come to a recovery in place, and when the others go on without them. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
+
 from lastgasp.events import Fault
 
+from .again import Again
 from .members import Member
 
+REPLACED = "rank {rank} does not leave its training: it gets a new process"
+NOT_REPLACED = "rank {rank} does not leave its training, and gets no new process: {why}"
 LATE = "has not taken part in the recovery in place in time"
 
 
@@ -28,6 +33,22 @@ def only_late(faults: Iterable[Fault], members: Mapping[int, Member], holders: C
     """Whether nothing else is wrong than that survivors have not begun. New processes would be late again."""
     found = {fault.rank for fault in faults if fault.kind != "peer"}
     return bool(found) and all(rank in holders and not (rank in members and members[rank].begun) for rank in found)
+
+
+def only_killed(faults: Iterable[Fault]) -> bool:
+    """Whether all that has happened is that ranks have died."""
+    found = {fault.kind for fault in faults if fault.kind != "peer"}
+    return bool(found) and found <= {"killed", "lost"}
+
+
+def also_lost(again: Again | None, fault: Fault) -> Again | None:
+    """The same order where one more rank gets a new process, as it does not leave its training; None: that cannot be.
+
+    All begin with files, so nobody needs what it holds, and nobody has met it in the next incarnation yet.
+    """
+    if again is None or not again.from_files or again.members or fault.kind != "hang" or fault.rank in again.lost:
+        return None
+    return msgspec.structs.replace(again, lost=tuple(sorted((*again.lost, fault.rank))))
 
 
 def holders_of(step: int, here: Collection[int], members: Mapping[int, Member], *, alike: bool) -> list[int]:

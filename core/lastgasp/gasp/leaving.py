@@ -21,6 +21,8 @@ LEAST, MOST = 5.0, 30.0
 """Seconds; the second besides `finish_timeout`."""
 GIVES_WAY = 5.0
 """Seconds more, in which the others may agree on a new process for this rank: its launcher ends this one then."""
+TOLD = 2.0
+"""Seconds in which a rank that has said so is ended by the controller or its launcher, where it gets a new process."""
 STAYS = "rank {rank} does not leave its training: it ends, and the job restarts"
 FLUSH_LIMIT = 2.0
 """Seconds for writing the last step marks of an exiting rank; the launcher writes the remaining ones."""
@@ -42,6 +44,12 @@ def limit(finish_timeout: float, *, on_disk: bool) -> float:
     """Seconds for a rank to leave its training; on_disk: all begin again with the checkpoint of its step."""
     most = finish_timeout + MOST
     return min(most, max(LEAST, start_took())) if on_disk else most + GIVES_WAY
+
+
+def may_be_replaced(told: bool) -> None:
+    """Wait for the end of this process, which has said that it does not leave its training, if it was `told`."""
+    if told:
+        threading.Event().wait(TOLD)
 
 
 class Leaving:

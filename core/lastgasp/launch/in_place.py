@@ -73,7 +73,9 @@ class InPlace:
         self._stores: dict[int, TCPStore] = {}
         self._offered: Offer | None = None
         self._done = 0
-        self._killed = 0
+        self._new = set[int]()
+        """Ranks that have got new processes in that incarnation."""
+        self._killed: tuple[int, tuple[int, ...]] = (0, ())
         self._replaces: set[int] = set()
         """Processes that were killed here to be replaced: their end is known."""
         self._numbers: dict[str, str] = {}
@@ -179,12 +181,12 @@ class InPlace:
         """A rank of this host that gets a new process may still run: it hangs, does not leave its training, or was cut
         off. Those that a controller of this host sees are ended by it, and where another backend leads none is."""
         again = self._agreed()
-        if again is None or again.incarnation <= max(self._done, self._killed):
+        if again is None or not self._needed(again) or (again.incarnation, again.lost) == self._killed:
             return
         if self._attempt.controller is not None and not again.port:
             return
-        self._killed = again.incarnation
-        for rank in self._lost(again):
+        self._killed = again.incarnation, again.lost
+        for rank in self._needed(again):
             seen = (pid := self._process(rank).pid) in again.pids
             if seen and self._attempt.controller is not None:
                 continue
@@ -209,7 +211,7 @@ class InPlace:
         attempt, again = self._attempt, self._agreed()
         if self._group.group_world_size == 1:
             return False
-        if again is not None and again.incarnation > self._done and self._lost(again):
+        if again is not None and self._needed(again):
             return True
         if attempt.controller is not None:
             return attempt.controller.may_enter_again(attempt.number) is not None and attempt.over_for() is None
@@ -229,15 +231,16 @@ class InPlace:
             False where it was not (yet), or failed; the controller knows then, and the step is saved.
         """
         again = self._agreed()
-        if again is None or again.incarnation <= self._done:
+        if again is None or (again.incarnation <= self._done and not self._needed(again)):
             return False
         self._kill_lost()
-        lost = self._lost(again)
+        lost = self._needed(again)
         if again.members and lost <= set(failed):
             self._leave_out(lost, again)
             return lost == set(failed)  # another one has its number by now, and is waited for
         if set(failed) != lost:
             return False
+        self._new = lost | (self._new if again.incarnation == self._done else set())
         self._done = again.incarnation
         try:
             if failed and (why := self._warm.changed):
@@ -312,6 +315,13 @@ class InPlace:
     def _lost(self, again: Again) -> set[int]:
         """The ranks of this host that get new processes."""
         return {worker.global_rank for worker in self._group.workers} & set(again.lost)
+
+    def _needed(self, again: Again) -> set[int]:
+        """Those that have none yet: a rank that does not leave its training joins the lost ones later."""
+        if again.incarnation > self._done:
+            return self._lost(again)
+        known = again.incarnation < self._done or again.members  # whose numbers are others by now
+        return set() if known else self._lost(again) - self._new
 
     def _local(self, rank: int) -> int:
         return next(n for n, worker in enumerate(self._group.workers) if worker.global_rank == rank)

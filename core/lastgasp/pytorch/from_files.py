@@ -38,6 +38,7 @@ from lastgasp.pytorch.cut import cut_connections, cut_hosts, outside
 from lastgasp.pytorch.draining import drain
 from lastgasp.pytorch.drop_groups import drop_groups
 from lastgasp.pytorch.loop import joining
+from lastgasp.pytorch.loop.again_here import frees
 from lastgasp.pytorch.loop.led import NO_STEP, Orders, Peer, meet, why_no_new_process
 from lastgasp.pytorch.loop.memory import HeldTraining
 from lastgasp.pytorch.loop.renumber import numbered, place_after
@@ -132,6 +133,7 @@ class EnteredFromFiles:
         elif life.session.backend.backend == "embedded":
             status.recovery, status.from_files, status.ends = recovery, True, outside
             status.fewer, status.cut_off, self._rank = fewer, cut_hosts, life.place.rank
+            status.free = status.free or frees(life)  # on accelerators collectives are aborted
             life.before_again = self._agreed
             if self._values is not None:
                 status.cannot_again = self._values.cannot

@@ -96,7 +96,8 @@ class LightningPartsAgain(PartsAgain, LightningAgain):
         """Lightning's checkpoint without tensors, and plain values."""
         run = self.run
         durable = again.step if again.saved else run.life.session.status.durable
-        values = self.values() if again.takers and run.place.rank == again.source else b""
+        # As in the base: another rank than `source` may have to give them.
+        values = self.values(gives=bool(again.takers) and run.place.rank == again.source)
         return Memory(again.step, {_MORE: held.more}, durable, held.present, values)
 
     def reach(self) -> Callable[[Place], Contact | None]:

@@ -10,7 +10,8 @@ there is a file `grow` beside it. Each forward pass of an evaluation takes `SLOW
 longer. With `SAMPLES` each process appends to `samples-PID` what its micro-batches are of (`note_samples`).
 With `DIES_AGAIN` (a rank, or `R in I` for one incarnation) that rank kills itself when it makes its data sets in a
 training that is entered again in place; with
-`DIES_STARTING` the new process of that rank does, before it meets the others. `TEST_DEVICE_FAULT` and
+`DIES_STARTING` the new process of that rank does, before it meets the others. With `STAYS` that rank
+does not come out of its forward pass of iteration 7. `TEST_DEVICE_FAULT` and
 `TEST_SECOND_FAULT` bring what `support.again_faults` says; `LOSSES_DIR` is its folder.
 """
 
@@ -116,6 +117,8 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
     if not model.training:
         time.sleep(float(os.environ.get("SLOW_EVALUATION", "0")))
     again_faults.at("first step")
+    if get_args().curr_iteration == 6:
+        again_faults.stay(os.environ.get("STAYS", ""))
     if os.environ.get(again_faults.DEVICE):
         again_faults.device_fault(get_args().curr_iteration)
     batch = next(iterator)

@@ -124,8 +124,9 @@ def train(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     the data are those of that step. What is made outside of the function (a model, a data set) stays as it is.
 
     A rank that was killed or hung is replaced by a new process, which runs the program from its start; all other ranks
-    keep theirs. An exception that may pass (`RuntimeError`, `OSError`) is answered by doing the step again, once. All
-    other faults, and a second one during the recovery, are answered as ever: the step is saved and the job restarts.
+    keep theirs; so is one that is killed during the recovery, once. An exception that may pass (`RuntimeError`,
+    `OSError`) is answered by doing the step again, once. All other faults, and further ones during the recovery, are
+    answered as ever: the step is saved and the job restarts.
 
     Returns:
         What the function returned.

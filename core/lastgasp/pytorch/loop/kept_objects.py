@@ -79,13 +79,13 @@ class KeptObjects:
             note("hooks that were registered while the loop ran are still there: one that the loop registers again "
                  "counts twice. Register them before the session is opened")  # fmt: skip
 
-    def renew(self, state: TorchState) -> None:
-        """Before the next call: `state` is that of the call that has ended."""
+    def renew(self, state: TorchState | None) -> None:
+        """Before the next call: `state` is that of the call that has ended; None where that has trained nothing."""
         self._hooks.call()
-        for parameter in _trained(state):
+        for parameter in _trained(state) if state is not None else ():
             parameter.grad = None
         self._modules.renew()
-        if state.scaler is not None:
+        if state is not None and state.scaler is not None:
             renew_scaler(state.scaler)
 
 
