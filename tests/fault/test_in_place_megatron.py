@@ -284,7 +284,7 @@ def test_a_death_at_each_point_of_a_recovery_loses_no_step(
     flags = "--bf16 --global-batch-size 4"  # one micro-batch: who begins another one begins a step
     job = job_in(tmp_path, flags)
     faults, second = "kind=sigkill,rank=0,step=6,phase=backward", {again_faults.VARIABLE: f"{point},{who},self{how}"}
-    second |= again_faults.LIMITS | {"LASTGASP_HANG_TIMEOUT": "20"} if how else {}
+    second |= again_faults.LIMITS | {"LASTGASP_HANG_TIMEOUT": "90"} if how else {}
     with disturbed(job, faults, **second) as started:
         pass
     found = incidents(job.checkpoints)
