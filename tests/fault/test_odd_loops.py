@@ -19,6 +19,7 @@ SCRIPT = SUPPORT / "train_odd.py"
 
 NOTED = {
     "refreshes": ("saved", "rank 1 ended inside a step that the others completed"),
+    "averages": ("saved", "rank 1 ended inside a step that the others completed"),
     "replaces": ("saved", "an optimizer (SGD) that is not in TorchState trains its model"),
     "spreads": ("gave_up", "optimizers hold on one rank what they do not hold on the others"),
     "ignores": ("saved", "parameters that are not sharded (2.weight, 2.bias) differ between ranks"),

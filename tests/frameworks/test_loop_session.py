@@ -37,7 +37,7 @@ from lastgasp.events import decode_incident
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
-from lastgasp.pytorch.loop.inexact import EPOCHS, PERSISTENT
+from lastgasp.pytorch.loop.inexact import COUNTED, EPOCHS, PERSISTENT
 from lastgasp.pytorch.loop.optimizer_update import IDLE
 from lastgasp.session import Session as Engine
 from lastgasp.testing.jobs import run_job
@@ -817,6 +817,31 @@ def test_epochs_of_several_passes_are_named(
                 for _ in zip(s.batches(one), s.batches(range(9)), strict=False):
                     pass
     assert caplog.text.count(EPOCHS) == said
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same-object", "new-objects"])
+def test_a_resumed_pass_that_is_begun_again_is_named(
+    same: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Ignite does, which has counted its batches; not what draws from a loader again and again."""
+
+    def train(until: int) -> int:
+        with Session.open(tmp_path, state=(state := tiny()), every=3) as s:
+            for _ in s.epochs(2):
+                data, left = s.batches(listed := loader()), 5  # of which a resumed pass has two
+                while left:
+                    for _ in data if same else s.batches(listed):
+                        if s.step == until:
+                            raise Cut
+                        state.optimizers.items["optimizer"].step()
+                        left -= 1
+                        if not left:
+                            break
+        return s.step
+
+    with pytest.raises(Cut):
+        train(3)
+    assert train(99) == 3 + 5 + 5 and caplog.text.count(COUNTED) == same
 
 
 def test_workers_that_persist_begin_later_in_a_resumed_run(

@@ -1,4 +1,4 @@
-"""A short DDP loop that does what loops should not: train_odd.py WHAT DIRECTORY. Rank 1 kills itself once."""
+"""A short DDP loop that does what loops should not: train_odd.py WHAT DIRECTORY. Rank 1 dies, or raises, once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def main() -> None:
     trained = (net[1:] if what == "adds" else net).parameters()
     optimizer = made(trained, lr=0.1, momentum=0.0 if what in SHARDED else 0.9)
     data = torch.randn(10, 2, 4, generator=torch.Generator().manual_seed(rank))
-    with Session.open(directory, state=TorchState(model, optimizer), every=4) as s:
+    average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True) if what == "averages" else None
+    models = model if average is None else {"net": model, "average": average}
+    with Session.open(directory, state=TorchState(models, optimizer), every=4) as s:
         for batch in s.batches(data):
             if what == "unfreezes" and s.step == 2:
                 net[0].requires_grad_(True)
@@ -83,7 +85,7 @@ def main() -> None:
             if rank == 0:
                 (directory / f"at-{s.step}").touch()
             optimizer.zero_grad()
-            if rank == 1 and what != "refreshes":
+            if rank == 1 and what not in ("refreshes", "averages"):
                 die(s.step, what, directory)
             model(batch).square().mean().backward()
             optimizer.step()
@@ -91,6 +93,10 @@ def main() -> None:
                 if rank == 1:
                     die(s.step, what, directory)
                 net(batch)
+            if average is not None:  # of the weights, and of the statistics of batch norm
+                if rank == 1:
+                    die(s.step, what, directory)
+                average.update_parameters(net)
             if what == "prints" and rank == 0:
                 print("step", s.step, flush=True)
     if what == "reports":
@@ -103,8 +109,10 @@ def die(step: int, what: str, directory: Path) -> None:
     if what in ("prints", "reports") or step != DIES or mark.exists():
         return
     mark.touch()
-    if what == "refreshes":  # once rank 0 has completed this step
+    if what in ("refreshes", "averages"):  # once rank 0 has completed this step
         until((directory / f"at-{DIES + 1}").exists, "rank 0 to go on")
+    if what == "averages":
+        raise RuntimeError("rank 1 behind its update")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

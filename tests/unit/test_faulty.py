@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from lastgasp.pytorch.faulty import hook_model, hook_optimizer
-from lastgasp.testing.faults import FaultKit
+from lastgasp.testing.faults import FaultKit, FaultSpec, InjectedFault
 
 Compile = Callable[[nn.Sequential], nn.Module]
 
@@ -86,3 +86,28 @@ def test_a_scheduler_finds_the_step_that_it_has_wrapped() -> None:
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         schedule.step()
+
+
+class Bare(torch.optim.SGD):
+    """Its `step` takes no closure, as Muon's as published."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """As torch's, whose own one has hooks, too."""
+        super().step()
+
+
+@pytest.mark.parametrize("phase", ["before_update", "update", "after_update"])
+def test_faults_happen_in_an_optimizer_whose_step_takes_no_closure(phase: str) -> None:
+    net = nn.Linear(2, 2, bias=False)
+    net.extra = nn.Parameter(torch.zeros(1))
+    optimizer, kit = Bare(net.parameters(), lr=0.1), FaultKit((FaultSpec(kind="exception", phase=phase, step=0),))
+    with ExitStack() as undo:
+        hook_optimizer(undo, optimizer, kit, lambda: 0)
+        before = [p.detach().clone() for p in net.parameters()]
+        (net(torch.ones(1, 2)).sum() + net.extra).sum().backward()
+        with pytest.raises(InjectedFault):
+            optimizer.step()
+        moved = [not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)]
+        assert moved == {"before_update": [False] * 2, "update": [True, False], "after_update": [True] * 2}[phase]
+        optimizer.step()
+    assert [bool(hooks) for hooks in (optimizer._optimizer_step_pre_hooks,)] == [False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -102,7 +103,7 @@ def hook_optimizer(undo: ExitStack, optimizer: Optimizer, kit: FaultKit, step_no
             if kit.due("update", now):
                 result = _half_step(optimizer, step, fire, closure, options)
             else:
-                result = step(closure, **options)
+                result = step(**options) if closure is None else step(closure, **options)  # it may take none
             fire("after_update")
             return result
 
@@ -140,17 +141,27 @@ def _half_step(
     """
     bare = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     with ExitStack() as hidden:
+        done: list[bool] = []
 
-        def closure_and_half() -> Any:
-            loss = closure() if closure is not None else None
+        def half(*_: object) -> None:
+            if done:  # the bare function may call one that has hooks, too
+                return
+            done.append(True)
             first, second = _halves(optimizer)
             with _without_gradient(second):
                 bare(optimizer)
             fire("update")
             hidden.enter_context(_without_gradient(first))
+
+        def closure_and_half() -> Any:
+            loss = closure() if closure is not None else None
+            half()
             return loss
 
-        return step(closure_and_half, **options)
+        if len(signature(bare).parameters) > 1:
+            return step(closure_and_half, **options)
+        hidden.callback(optimizer.register_step_pre_hook(half).remove)  # behind those of others
+        return step(**options)
 
 
 def _halves(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -53,7 +53,7 @@ def finish_step(run: Any, cause: str) -> bool:
     except Exception:  # a user's scheduler; the state is then unknown
         log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
         return False
-    run.capture_aux(step, settled=True)
+    run.capture_aux(step, settled=True, cut=True)
     snapshot = run.state.snapshot(step, run.book.epoch)
     snapshot.notes.append(f"the loop's body of step {step} was cut short after its update by {cause}; "
                           "what follows the update there was not repeated")  # fmt: skip

@@ -33,6 +33,14 @@ EPOCHS = (
 """Note of a loop that numbers its epochs by `s.epoch`."""
 
 
+COUNTED = (
+    "a pass that was resumed in its middle gave the batches that were left of it, and was then begun again in the same "
+    "epoch: a loop that counts its batches (as Ignite does, by len(s.batches(loader))) has trained on some of them "
+    "twice. Let the end of the data end it; for Ignite see plain-loop.md in lastgasp's documents"
+)
+"""Note of an object of `s.batches` that is iterated again in the epoch of its resume."""
+
+
 PERSISTENT = (
     "a DataLoader with persistent_workers draws a random number of the process when it is iterated first, which is "
     "later in this run than before: random numbers from there on are other ones"

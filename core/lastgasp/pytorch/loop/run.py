@@ -307,13 +307,13 @@ class Run:
         self._others.step_over()
         self._replicas.step_over(self._snapshot.flags[0])
 
-    def capture_aux(self, step: int, settled: bool, at_end: bool = False) -> Since:
-        """Record the auxiliary state; `at_end`: not settled, but nothing of the step is to come any more.
+    def capture_aux(self, step: int, settled: bool, at_end: bool = False, cut: bool = False) -> Since:
+        """Record the auxiliary state; `at_end`: not settled, but the step's rest is done; `cut`: that will never be.
 
         Returns what happened since the last capture.
         """
         extra = self.state.extra_digest() if (settled or at_end) and self.place.world_size > 1 else b""
-        self.recorder.extra = self.book.record(not settled and not at_end and self.update.more_to_come, extra)
+        self.recorder.extra = self.book.record((cut or not (settled or at_end)) and self.update.more_to_come, extra)
         self.recorder.capture(step, settled)
         return self.recorder.since() if (settled or at_end) and self.place.world_size > 1 else NOTHING
 

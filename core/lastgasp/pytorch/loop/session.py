@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_pass import DataPass
+from lastgasp.pytorch.loop.inexact import COUNTED
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.startup_refusal import tell_launcher
@@ -275,6 +276,7 @@ class BatchIterable(Generic[T]):
 
     def __init__(self, session: Session, loader: Iterable[T], replay: bool) -> None:
         self._session, self._loader, self._replay = session, loader, replay
+        self._rest = -1
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
@@ -284,7 +286,13 @@ class BatchIterable(Generic[T]):
     def __iter__(self) -> BatchIterator[T]:
         session = self._session
         session._check()
-        return BatchIterator(session, session._run.begin_pass(self._loader, self._replay))
+        run = session._run
+        if run.book.explicit and self._rest == run.book.epoch:
+            run.engine.note(COUNTED)
+        one = run.begin_pass(self._loader, self._replay)
+        rest = one.resumed and one.consumed and one.parent is None and not one.over
+        self._rest = run.book.epoch if rest else -1
+        return BatchIterator(session, one)
 
 
 class BatchIterator(Iterator[T]):

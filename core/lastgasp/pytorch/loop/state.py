@@ -116,7 +116,8 @@ class TorchState:
             self.sampler, self.replicated, self.extra[ELASTIC] = elastic, True, elastic.used
         for item in self.optimizers.values():
             if not hasattr(item, HOOKS):
-                remedy = "A class derived from it must call its __init__; of a wrapper give what is inside."
+                remedy = ("A class derived from it must call its __init__; of a wrapper give what is inside, and where "
+                          "it keeps a state of its own, the wrapper as extra={...}.")  # fmt: skip
                 raise ConfigError("optimizer", type(item).__name__, "a torch.optim.Optimizer", remedy)
         if not self.models:
             raise ConfigError("model", model, "at least one nn.Module", "Give the model that is trained.")
