@@ -8,6 +8,7 @@ import difflib
 import gc
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from lastgasp.events import decode_incident
 from lastgasp.fits import Fits
 from lastgasp.pytorch import Session, TorchState, newest_good
 from lastgasp.pytorch.loop.files import LAYOUT
-from lastgasp.pytorch.loop.inexact import COUNTED, EPOCHS, PERSISTENT
+from lastgasp.pytorch.loop.inexact import COUNTED, DREW, EPOCHS, PERSISTENT
 from lastgasp.pytorch.loop.optimizer_update import IDLE
 from lastgasp.session import Session as Engine
 from lastgasp.testing.jobs import run_job
@@ -842,6 +843,39 @@ def test_a_resumed_pass_that_is_begun_again_is_named(
     with pytest.raises(Cut):
         train(3)
     assert train(99) == 3 + 5 + 5 and caplog.text.count(COUNTED) == same
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_random_numbers_that_are_drawn_before_a_batch_is_asked_for_are_named(
+    reports: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a step ends behind them, a resumed run takes batches of other loaders."""
+
+    def train(folder: Path, until: int) -> list[int]:
+        random.seed(3)
+        taken = []
+        with Session.open(folder, state=(state := tiny()), every=3) as s:
+            for _ in s.epochs(1):
+                held = [iter(s.batches(loader(seed))) for seed in range(2)]
+                while held:
+                    which = random.choice(range(len(held)))
+                    if next(held[which], None) is None:
+                        del held[which]
+                        continue
+                    if s.step == until:
+                        raise Cut
+                    state.optimizers.items["optimizer"].step()
+                    taken.append(which)
+                    if reports:
+                        s.updated()
+        return taken
+
+    whole = train(tmp_path / "whole", 99)
+    with pytest.raises(Cut):
+        train(tmp_path / "cut", 3)
+    assert DREW not in caplog.text
+    rest = train(tmp_path / "cut", 99)
+    assert (rest == whole[3:]) is reports and caplog.text.count(DREW) == (not reports)
 
 
 def test_workers_that_persist_begin_later_in_a_resumed_run(

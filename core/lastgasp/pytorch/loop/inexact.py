@@ -41,6 +41,14 @@ COUNTED = (
 """Note of an object of `s.batches` that is iterated again in the epoch of its resume."""
 
 
+DREW = (
+    "this loop draws random numbers before it asks for a batch (by which it chooses the loader, for example). It had "
+    "done so when the step ended from which it resumes, and then draws others: a resume is not bit-equal. Call "
+    "s.updated() at the end of each step"
+)
+"""Note of a loop whose random numbers were put back where it began its pass, and had changed when it took a batch."""
+
+
 PERSISTENT = (
     "a DataLoader with persistent_workers draws a random number of the process when it is iterated first, which is "
     "later in this run than before: random numbers from there on are other ones"

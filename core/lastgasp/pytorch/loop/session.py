@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_pass import DataPass
-from lastgasp.pytorch.loop.inexact import COUNTED
+from lastgasp.pytorch.loop.inexact import COUNTED, DREW
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.startup_refusal import tell_launcher
@@ -87,7 +87,7 @@ class Session:
     def __init__(self, run: Run, max_steps: int | None) -> None:
         """For `open`."""
         self._run, self._max = run, max_steps
-        self._closed = False
+        self._closed, self._restored, self._drew = False, b"", False
         vars(self)["mark"] = run.engine.mark  # bypasses this class's method: a mark costs less than a call
 
     @classmethod
@@ -186,6 +186,15 @@ class Session:
 
     def _finished(self) -> bool:
         return self._max is not None and self._run.step >= self._max
+
+    def _look(self, run: Run) -> None:
+        """A batch is asked for: whether the loop had drawn random numbers before the first one of a resumed pass."""
+        if self._restored:
+            self._drew, self._restored = run.recorder.snapshot_rng() != self._restored, b""
+        elif self._drew and (run.book.by_hand or run.update.in_progress):
+            self._drew = False
+            if not run.book.by_hand:  # the step ends here, behind that, and not where the loop says
+                run.engine.note(DREW)
 
     # -- by hand ------------------------------------------------------------------------------------------
 
@@ -289,7 +298,10 @@ class BatchIterable(Generic[T]):
         run = session._run
         if run.book.explicit and self._rest == run.book.epoch:
             run.engine.note(COUNTED)
+        returning = run._returning
         one = run.begin_pass(self._loader, self._replay)
+        if returning and not run._returning:
+            session._restored = run.recorder.snapshot_rng()
         rest = one.resumed and one.consumed and one.parent is None and not one.over
         self._rest = run.book.epoch if rest else -1
         return BatchIterator(session, one)
@@ -309,6 +321,7 @@ class BatchIterator(Iterator[T]):
     def __next__(self) -> T:
         self._session._check()
         run = self._session._run
+        self._session._look(run)
         try:
             batch: T = run.next_batch(self._pass, self._session._finished)
         except StopIteration:
