@@ -154,17 +154,15 @@ def test_each_fault_at_each_moment(case: TransformersCase, tmp_path: Path, undis
 
 @pytest.mark.product
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["", again_faults.HUNG], ids=["killed", "hung"])
 @pytest.mark.parametrize(
     ("point", "who"),
     [*itertools.product(("step left", "let go"), "02"), *itertools.product(("meets", "entered"), "012")],
 )
 def test_a_death_at_each_point_of_a_recovery_loses_no_step(
-    point: str, who: str, how: str, tmp_path: Path, undisturbed: Any
+    point: str, who: str, tmp_path: Path, undisturbed: Any
 ) -> None:
-    """Rank 1 of three has a new process; a survivor dies or hangs, or that one does. The step is on disk."""
-    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self{how}"}
-    second |= again_faults.LIMITS | {"LASTGASP_HANG_TIMEOUT": "20"} if how else {}
+    """Rank 1 of three has a new process; a survivor dies, or that one. The step is on disk."""
+    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self"}
     faults = "kind=sigkill,rank=1,step=5,phase=backward"
     with disturbed(tmp_path, job(3, directory), faults, **second) as started:
         pass
