@@ -299,7 +299,7 @@ class Attempt:
         answers = []
         for tag, state in list(self.gathers.items()):
             text = why or self._never(state)
-            if not text and now - state.since < state.limit:
+            if not text and now < state.since + state.limit:
                 continue
             del self.gathers[tag]
             missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
