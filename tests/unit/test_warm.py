@@ -26,6 +26,7 @@ from lastgasp.launch import warm, warm_checks, warm_process
 from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.warm import Ranks, Start, Warm
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
+from support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "interpreter.py"
 COMMAND = [sys.executable, "-u", str(SCRIPT)]
@@ -117,13 +118,19 @@ def test_a_forked_rank_is_as_a_fresh_interpreter(program: tuple[str, ...], tmp_p
 
 def test_what_warm_processes_take_is_known_to_others(tmp_path: Path) -> None:
     """To `lastgasp doctor`; a rank that was forked is none."""
-    before = warm_process.in_use()
+    proc = tmp_path / "proc"  # without those of other tests
+    proc.mkdir()
     with process(tmp_path, "json") as found:
         memory = ready(found)
-        rank, *_ = forked(found, tmp_path, str(SCRIPT))
-        taken, count = warm_process.in_use()
-        assert (count - before[1], rank.wait(PATIENCE)) == (1, 0)
-        assert 0.3 * memory < taken - before[0] < 3 * memory
+        gate = tmp_path / "gate"
+        rank, out, _ = forked(found, tmp_path, str(SCRIPT), "wait", str(gate))
+        until(lambda: bool(out.read_text()), "the rank to be what it was forked for")
+        for pid in (os.getpid(), found.pid, rank.pid):
+            (proc / str(pid)).symlink_to(f"/proc/{pid}")
+        taken, count = warm_process.in_use(proc)
+        gate.touch()
+        assert (count, rank.wait(PATIENCE)) == (1, 0)
+        assert 0.3 * memory < taken < 3 * memory
 
 
 def test_two_ranks_draw_other_random_numbers(tmp_path: Path) -> None:

@@ -118,16 +118,16 @@ class WarmProcess:
             stack.callback(os.close, reading)
             folder = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, folder)
-            stack.enter_context(_collecting_orphans())
-            self._order(order.encoded(), *streams, folder, reading)
-            if not _readable(self._connection, FORK_LIMIT):
-                self.close()
-                raise NoFork(f"the warm process did not answer within {FORK_LIMIT:g} s")
-            try:
-                forked = ForkedProcess(int(self._answer()["pid"]))
-            except ChildProcessError:
-                raise NoFork("an orphan did not become a child of the launcher") from None
-            os.write(writing, b"x")
+            with _collecting_orphans():
+                self._order(order.encoded(), *streams, folder, reading)
+                if not _readable(self._connection, FORK_LIMIT):
+                    self.close()
+                    raise NoFork(f"the warm process did not answer within {FORK_LIMIT:g} s")
+                try:
+                    forked = ForkedProcess(int(self._answer()["pid"]))
+                except ChildProcessError:
+                    raise NoFork("an orphan did not become a child of the launcher") from None
+            os.write(writing, b"x")  # only now may it end, and leave orphans of its own
             return forked
 
     def close(self) -> None:

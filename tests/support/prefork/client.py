@@ -85,11 +85,11 @@ class Image:
             stack.callback(os.close, reading)
             place = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, place)
-            stack.enter_context(_collecting_orphans())
-            self._send(order, *streams, place, reading)
-            pid = int(self.answer()["pid"])
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it is no child
-            os.write(writing, b"x")
+            with _collecting_orphans():
+                self._send(order, *streams, place, reading)
+                pid = int(self.answer()["pid"])
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it is no child
+            os.write(writing, b"x")  # only now may it end, and leave orphans of its own
             return pid
 
     def answer(self) -> dict[str, Any]:
