@@ -397,8 +397,8 @@ class Session:
         """The training thread does not leave its training: what goes on from memory is saved. Returns the exit code."""
         cause = "did not leave its training, which was to be entered again"
         fault = Fault(kind="hang", rank=self.place.rank, cause=cause, step=self.status.step, seen_ns=_clock.wall_ns())
-        if again.from_files:
-            leaving.may_be_replaced(self._processor.tell(m.Report(fault=fault)))
+        if again.from_files and self._processor.tell(m.Report(fault=fault)):
+            leaving.wait_to_be_replaced()
         log.error("%s", words := leaving.STAYS.format(rank=self.place.rank))
         self.note(words)
         return exitcodes.SAVED if again.from_files or again.saved else exit_code(self.save_alone(fault, again.aux))

@@ -73,14 +73,19 @@ def test_while_ranks_enter_again_what_was_left_is_their_arena() -> None:
     assert held() == before
 
 
-def test_who_begins_with_a_replicas_arena_leaves_the_others_theirs() -> None:
-    """Until all have begun; then nothing is kept of what was left."""
+def entering_again() -> tuple[Arenas, int]:
+    """Those of an attempt whose ranks enter once more, and how many descriptors were held before."""
     gc.collect()
-    arenas = Arenas(Keepers(lambda rank, step: None), "token", lambda text: None)
-    before, host = held(), host_identity()
+    arenas, before = Arenas(Keepers(lambda rank, step: None), "token", lambda text: None), held()
     arenas.begin(durable=0)
     attempt(arenas, 3)
     arenas.begin(durable=0, same_attempt=True)
+    return arenas, before
+
+
+def test_who_begins_with_a_replicas_arena_leaves_the_others_theirs() -> None:
+    """Until all have begun; then nothing is kept of what was left."""
+    (arenas, before), host = entering_again(), host_identity()
     new = Arena()
     arenas.keep(1, host, os.getpid(), m.Begin(step=3, durable=0, buffer_fd=-1, arena_fd=new.fd, arena_id=new.identity))
     assert arenas.steps() == {0: (3,), 1: ()} and held() - before == 2 + 2
@@ -95,12 +100,7 @@ def test_who_begins_with_a_replicas_arena_leaves_the_others_theirs() -> None:
 
 def test_where_ranks_enter_once_more_before_all_have_begun_each_has_what_it_had_last() -> None:
     """New processes were told to begin with it; each is opened only once they come."""
-    gc.collect()
-    arenas = Arenas(Keepers(lambda rank, step: None), "token", lambda text: None)
-    before, host = held(), host_identity()
-    arenas.begin(durable=0)
-    attempt(arenas, 3)
-    arenas.begin(durable=0, same_attempt=True)
+    (arenas, before), host = entering_again(), host_identity()
     own = arenas.reference(0)
     arenas.keep(0, host, own.pid, m.Begin(step=3, durable=0, buffer_fd=-1, arena_fd=own.fd, arena_id=own.identity))
     told = [arenas.reference(rank) for rank in range(RANKS)]

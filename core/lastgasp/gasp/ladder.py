@@ -113,9 +113,10 @@ class Ladder(LadderState):
             return ()
         if not all(rank in self._entered and self.members[rank].step > self.began_at for rank in ranks):
             return ()
-        fixed = self._by_handlers and self.offer is not None and len(grow) != self.offer.complete
-        if fixed or any(said.parts % len(grow) for said in self._fewer.values()):
-            return ()  # handlers know the complete job alone, and the rest may still come
+        if self._by_handlers and self.offer is not None and len(grow) != self.offer.complete:
+            return ()  # they know the complete job alone, and the rest may still come
+        if any(said.parts % len(grow) for said in self._fewer.values()):
+            return ()  # the same
         caps, one = {self._recovery.get(rank, "") for rank in self._here}, len(self.replicas) == 1
         self.not_grown = fewer_ranks.cannot_grow(caps, self._elastic >= self._here, one, by_handlers=self._by_handlers)
         return () if self.not_grown else grow

@@ -46,10 +46,9 @@ def limit(finish_timeout: float, *, on_disk: bool) -> float:
     return min(most, max(LEAST, start_took())) if on_disk else most + GIVES_WAY
 
 
-def may_be_replaced(told: bool) -> None:
-    """Wait for the end of this process, which has said that it does not leave its training, if it was `told`."""
-    if told:
-        threading.Event().wait(TOLD)
+def wait_to_be_replaced() -> None:
+    """Wait for the end of this process, which has said that it does not leave its training; it may not come."""
+    threading.Event().wait(TOLD)
 
 
 class Leaving:

@@ -110,7 +110,6 @@ class Run:
         self._gasps = self._known_gasps()
         for name in NEEDS:
             self._replace(self._trainer, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
-        self._replace(self._trainer, "_evaluate", self._around_evaluate)
         return call(str(chosen.path) if chosen is not None else None)
 
     def _seats_now(self) -> Seats | None:

@@ -17,6 +17,7 @@ NEEDS = {
     "_init_training_state": ("max_steps", "num_update_steps_per_epoch"),
     "_run_epoch": ("epoch", "steps_in_epoch", "steps_trained_in_current_epoch", "num_update_steps_per_epoch"),
     "_get_grad_norm": ("model",),
+    "_evaluate": (),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
     "_save_checkpoint": ("model", "trial"),
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
