@@ -25,7 +25,6 @@ from lastgasp.pytorch import ElasticLoader
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp_lightning import again
 from lastgasp_lightning.kept import KeptTrainer
-from lastgasp_lightning.metrics import unsaved
 
 
 class Net(LightningModule):
@@ -241,15 +240,6 @@ def test_a_config_that_was_saved_is_not_saved_by_a_new_process() -> None:
     again._done_before([Own(), callback])
     callback.setup(MagicMock(), MagicMock(), "fit")
     parser.save.assert_not_called()
-
-
-def test_metrics_that_have_more_than_their_state_says_are_named(tmp_path: Path) -> None:
-    model, trainer = Net(), trainer_of(tmp_path)
-    model.broken, model.kept, model.unused = True, MeanMetric(), MeanMetric()
-    model.kept.persistent(True)
-    trainer.fit(model, data(), data())
-    model.kept.update(1.0)
-    assert unsaved(trainer) == ["mean"]
 
 
 def test_a_step_that_ddp_never_came_to_does_not_stay_in_the_place_of_forward(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torchmetrics.classification import BinaryAccuracy
 
 from lastgasp.adapter import AdapterRun
 from lastgasp.pytorch.loop import again_here
@@ -42,7 +43,7 @@ class Net(LightningModule):
             self.net = nn.Sequential(
                 nn.Linear(8, 600), nn.BatchNorm1d(600), nn.ReLU(), nn.Dropout(0.3), nn.Linear(600, 1)
             )
-
+        self.right = BinaryAccuracy()
         self.given: list[Callback] = []
 
     def configure_callbacks(self) -> list[Callback]:
@@ -53,8 +54,12 @@ class Net(LightningModule):
         """Squared error on noisy inputs."""
         x, y = batch
         noise = random.random() * 0.1 + float(np.random.rand()) * 0.1
-        loss: Tensor = ((self.net(x + noise * torch.randn_like(x)) - y) ** 2).mean()
+        found = self.net(x + noise * torch.randn_like(x))
+        loss: Tensor = ((found - y) ** 2).mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if card.KIND != "cuda":  # there they are left out
+            self.right(found > 0, y > 0)
+            self.log("right", self.right, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import get_world_size, group
 from torch.distributed._functional_collectives import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import BinaryAccuracy
 
 from lastgasp.gasp.joining import JOINS
 from lastgasp.pytorch import ElasticLoader
@@ -36,6 +37,7 @@ class Net(LightningModule):
         super().__init__()
         self.args = args
         self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1))
+        self.right = BinaryAccuracy()
 
     def train_dataloader(self) -> Any:
         """Asked for in each entry."""
@@ -55,11 +57,14 @@ class Net(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Squared error on noisy inputs."""
         inputs, wanted = batch
-        loss: Tensor = (((self.net(inputs) + 0.01 * torch.randn(1)) - wanted) ** 2).mean()
+        found = self.net(inputs) + 0.01 * torch.randn(1)
+        loss: Tensor = ((found - wanted) ** 2).mean()
         loss = loss * get_world_size() * self.trainer.world_size * int(os.environ["WORLD_SIZE"]) / MICROS**3
         if self.args.exchanges:
             loss = loss * (1 + all_reduce(loss.detach(), "sum", group.WORLD))
         self.log("loss", loss)
+        self.right(found > 0, wanted > 0)
+        self.log("right", self.right, on_step=True, on_epoch=True)
         self.log("sum", loss * len(inputs), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss
 

@@ -59,7 +59,8 @@ class Net(LightningModule):
         found = self.net(x + 0.1 * torch.randn_like(x))
         loss: Tensor = ((found - y) ** 2).mean()
         if self.measures:
-            self.seen.update(found.detach().float(), y)
+            self.seen(found.detach().float(), y)
+            self.log("seen", self.seen, on_step=True, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
         return loss
 

@@ -53,8 +53,9 @@ from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.logversions import leave
 from lastgasp_lightning.metrics import is_summed
+from lastgasp_lightning.metrics_again import LOST_OBJECTS, accumulated
 from lastgasp_lightning.ranks import connect, is_sharded_by
-from lastgasp_lightning.resume import LOST, accumulators_of, logged
+from lastgasp_lightning.resume import LOST, extra_of, logged
 from lastgasp_lightning.state import KEY
 from lastgasp_lightning.tuner import is_smoke_test
 from lastgasp_lightning.unsharded import cannot_shard_again
@@ -274,13 +275,15 @@ class LightningAgain(AgainHere):
             first = record["small"].get(0)
             record["left"] = {
                 "logged": logged(checkpoint),
-                "first": accumulators_of(first) if first is not None else b"",
-                "accumulators": [*map(accumulators_of, gone.values())],
+                "first": extra_of(first)[1:] if first is not None else (),
+                "gone": [extra_of(aux)[1:] for aux in gone.values()],
             }
             record["results_rank"] = again.numbers.get(record["results_rank"], NEW)
             left = again.rung == "shrink" and set(range(record["world_size"])).difference(again.members, gone)
             if left and any(map(is_summed, record["results"])):
                 self.run.session.note(LOST.format(", ".join(map(str, sorted(left)))))
+            if left and first is not None and accumulated(extra_of(first).objects):
+                self.run.session.note(LOST_OBJECTS.format(", ".join(map(str, sorted(left)))))
         return super().renumbered(checkpoint, again)
 
     def changed(self) -> str:

@@ -3,7 +3,7 @@
 Lightning does not save them, so that a mean over an epoch would begin anew at a resume in its middle, and an
 early stop or a plateau scheduler that watches it would decide differently. Each rank has its own: they are reduced
 over the ranks only where the user asks for that, and at the end of the epoch. Metrics that are torchmetrics objects
-keep their state themselves and are not covered: `unsaved` names them.
+keep their state themselves (`metric_objects`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torchmetrics import Metric
 
 _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
            "dataloader_idx", "metric_attribute")  # fmt: skip
 _STATES = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 
+_LENGTH, _BEHIND = struct.Struct("<I"), 1 << 31
 
-class OwnAccumulators:
-    """This rank's accumulators of `self.log`, as bytes for its auxiliary state.
 
-    Those on an accelerator are left out: to read them the host would wait for the device at every step.
+class PerStep:
+    """Bytes for a rank's auxiliary state that change in each step.
+
+    What is on an accelerator is left out: to read it the host would wait for the device at every step.
 
     Args:
         trainer: of this fit, set up.
@@ -34,28 +35,49 @@ class OwnAccumulators:
 
     def __init__(self, trainer: Any) -> None:
         self._epoch = trainer.fit_loop.epoch_loop
+        self._encoded = b""
+        self._unsettled: bytes | None = None
+        self._more = False
+
+    def at(self, settled: bool) -> bytes:
+        """For a record; as `behind` where the rank may be killed before what it has always logged behind an update."""
+        found = self.encode()
+        if not settled:
+            self._unsettled = found
+        elif self._unsettled is not None and self._unsettled is not found:
+            self._more = True
+        return found if settled or not self._more or not found else self.behind(found)
+
+    def behind(self, found: bytes) -> bytes:
+        """The same values, without what was logged behind the update; empty: they are of no use."""
+        raise NotImplementedError
+
+    def encode(self) -> bytes:
+        """The values of this moment; the same object as before if nothing has changed."""
+        raise NotImplementedError
+
+
+class OwnAccumulators(PerStep):
+    """This rank's accumulators of `self.log`."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
         self._metrics: list[Any] = []
         self._rows: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         self._names: list[tuple[str, Any, tuple[str, ...]]] = []
         self._seen: list[Any] = []
         self._types: list[torch.dtype | None] = []
-        self._head, self._encoded = b"", b""
-        self._unsettled: bytes | None = None
-        self._more = False
+        self._head = b""
 
-    def at(self, settled: bool) -> bytes:
-        """For a record; none where the rank may be killed before it logs what it has always logged behind an update.
-
-        That is in manual optimization: who resumes takes another rank's then, and says so.
-        """
-        found = self.encode()
-        if settled and self._unsettled is not None and self._unsettled is not found:
-            self._more = self._more or not self._epoch.trainer.lightning_module.automatic_optimization
-        self._unsettled = None if settled else found
-        return found if settled or not self._more else b""
+    def behind(self, found: bytes) -> bytes:
+        """As in the base. In manual optimization all is logged there: who resumes takes another rank's, and says so."""
+        if not self._epoch.trainer.lightning_module.automatic_optimization:
+            return b""
+        (length,) = _LENGTH.unpack_from(found)
+        return _LENGTH.pack(length | _BEHIND) + found[_LENGTH.size :]
 
     def encode(self) -> bytes:
-        """Their current values; the same object as before if nothing has changed."""
+        """As in the base."""
         results = self._epoch._results
         if not results:
             return b""
@@ -94,14 +116,14 @@ class OwnAccumulators:
                 return b""
         if types != self._types or not self._head:
             self._types, self._head = types, self._describe(iter(types))
-        return struct.pack(f"<I{len(values)}d", len(self._head), *values) + self._head
+        return _LENGTH.pack(len(self._head)) + struct.pack(f"<{len(values)}d", *values) + self._head
 
     def _describe(self, types: Iterator[torch.dtype | None]) -> bytes:
         rows = []
         for key, meta, names in self._names:
             next(types)  # of has_reset
             there = dict(zip(names, types, strict=False))  # in this order: the names end first
-            rows.append((key, _meta(meta), [there.get(name) for name in _STATES]))
+            rows.append((key, meta_of(meta), [there.get(name) for name in _STATES]))
         return pickle.dumps(rows)
 
 
@@ -109,7 +131,7 @@ def decode_own(data: bytes) -> list[dict[str, Any]]:
     """What `OwnAccumulators.encode` returned -> rows for `restore_results`."""
     if not data:
         return []
-    (length,) = struct.unpack_from("<I", data)
+    length = _LENGTH.unpack_from(data)[0] & ~_BEHIND
     rows: list[dict[str, Any]] = []
     values = iter(struct.unpack(f"<{(len(data) - length - 4) // 8}d", data[4 : len(data) - length]))
     for key, meta, dtypes in pickle.loads(data[len(data) - length :]):
@@ -120,6 +142,11 @@ def decode_own(data: bytes) -> list[dict[str, Any]]:
     return rows
 
 
+def is_behind(data: bytes) -> bool:
+    """Whether what was logged behind the update is not in what `OwnAccumulators.at` returned."""
+    return bool(data) and bool(_LENGTH.unpack_from(data)[0] & _BEHIND)
+
+
 def encode_results(results: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """What snapshots hold -> plain values and tensors."""
     return [_encode(*row) for row in results if row[1].is_tensor and row[1].meta.sync.group is None]
@@ -128,7 +155,7 @@ def encode_results(results: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 def _encode(key: str, metric: Any, *states: Any) -> dict[str, Any]:
     return {
         "key": key,
-        **_meta(metric.meta),
+        **meta_of(metric.meta),
         "states": {n: _plain(v) for n, v in zip(_STATES, states, strict=False) if v is not None},
         "has_reset": states[-1],
     }
@@ -171,7 +198,8 @@ def of_a_new_rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _meta(meta: Any) -> dict[str, Any]:
+def meta_of(meta: Any) -> dict[str, Any]:
+    """How an entry is logged, in plain values."""
     return {
         "meta": {name: getattr(meta, name) for name in _FIELDS},
         "reduce": meta.reduce_fx.__name__,
@@ -197,17 +225,3 @@ def restore_results(trainer: Any, rows: list[dict[str, Any]]) -> None:
         metric._update_count = 1
         metric.has_reset = row["has_reset"]
         results[row["key"]] = metric
-
-
-def unsaved(trainer: Any) -> list[str]:
-    """Names of the module's torchmetrics objects that have accumulated what its `state_dict` does not hold.
-
-    Those that a validation logs do not count: it is done again.
-    """
-    validated = {id(one.value) for one in trainer.fit_loop.epoch_loop.val_loop._results.values() if not one.is_tensor}
-    return sorted(
-        name
-        for name, one in trainer.lightning_module.named_modules()
-        if isinstance(one, Metric) and one._update_count and not all(one._persistent.values())
-        and id(one) not in validated
-    )  # fmt: skip

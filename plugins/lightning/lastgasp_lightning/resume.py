@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,15 +32,27 @@ from lastgasp_lightning.buckets import restore_layout
 from lastgasp_lightning.buffers import with_averages
 from lastgasp_lightning.checkpoint_io import UNKNOWN, saved_by
 from lastgasp_lightning.compat import Undo, replace_method
-from lastgasp_lightning.extra import split_extra
+from lastgasp_lightning.extra import Extra, split_extra
 from lastgasp_lightning.made_up import make_up_saves, not_there, skip_second_save
-from lastgasp_lightning.metrics import as_logged, decode_own, is_summed, of_a_new_rank, restore_results, with_others
+from lastgasp_lightning.metric_objects import metrics_of
+from lastgasp_lightning.metrics import (
+    as_logged,
+    decode_own,
+    is_behind,
+    is_summed,
+    of_a_new_rank,
+    restore_results,
+    with_others,
+)
+from lastgasp_lightning.metrics_again import BEGIN_ANEW, LOST_OBJECTS, restore_objects
 from lastgasp_lightning.state import KEY, VERSION, LightningState
 from lastgasp_lightning.tuner import set_found
 
 log = logging.getLogger("lastgasp")
 
 LOST = "what self.log had accumulated in this epoch on rank {} is lost: what is reduced over all ranks leaves it out"
+BEHIND = ("the epoch's values of {} on rank {} lack what was logged behind the update of step {}: it was killed "
+          "before it came to that")  # fmt: skip
 _ENDS = "training ends with step %d, as it was to: trainer.should_stop was set there"
 _TRAINS_ON = ("an earlier job has ended with step %d because trainer.should_stop was set; this is another job, and "
               "trains on from there. If training was to end there, do not start it again")  # fmt: skip
@@ -63,7 +75,7 @@ class Resume:
 
     Attributes:
         put_back: called at the boundary before anything else: gives back plain values, where a fit was entered again.
-        bring: the same from the record of a gasp; returns what to note.
+        bring: the same from the record of a gasp; returns what to note. gather: from all ranks, by a tag.
         reached: called at the boundary, before what was due there is replayed.
         in_place: it was, in a process that may have trained before.
         job: this one.
@@ -75,10 +87,11 @@ class Resume:
         self._state = state
         self._undo: list[Undo] = []
         self._record: dict[str, Any] = {}
-        self._own = b""
+        self._own = Extra(b"")
         self.notes: list[str] = []
         self.put_back: Callable[[], object] = bool
         self.bring: Callable[[dict[str, Any]], str] = lambda _: ""
+        self.gather: Callable[[str, bytes], Sequence[bytes]] = lambda _, own: [own]
         self.reached: Callable[[], object] = bool
         self.in_place, self.job = False, ""
         self.goes_on: Callable[[], bool] = lambda: True
@@ -108,10 +121,9 @@ class Resume:
         self._aux = self._choose_aux(trainer, record)
         _to_boundary(checkpoint, record)
         set_found(trainer, record.get("tuned", {}))
-        position, self._own, _ = split_extra(self._aux.extra if self._aux is not None else b"")
-        if trainer.global_rank not in record["small"]:
-            self._own = b""
-        self._state.position.resume(position, record["epoch"], record["batch"])
+        extra = split_extra(self._aux.extra if self._aux is not None else b"")
+        self._own = extra if trainer.global_rank in record["small"] else Extra(b"")
+        self._state.position.resume(extra.position, record["epoch"], record["batch"])
         self._undo.append(restore_layout(trainer, record.get("buckets")))
         self._arrange(trainer)
         return True
@@ -232,7 +244,7 @@ class Resume:
         logs = trainer._logger_connector
         device = trainer.strategy.root_device
         logs._callback_metrics.update({k: v.to(device) for k, v in record["metrics"].items()})
-        rows = decode_own(self._own) or record["results"]
+        rows = decode_own(self._own.accumulators) or record["results"]
         if "elastic" in record and trainer.global_rank not in record["small"]:
             if any(map(is_summed, rows)) and "left" not in record and trainer.global_rank < record["world_size"]:
                 self._note(LOST.format(trainer.global_rank))
@@ -240,16 +252,43 @@ class Resume:
         elif rows is record["results"] and rows and record.get("results_rank") != trainer.global_rank:
             self._note(f"the epoch's accumulators of self.log on rank {trainer.global_rank} are those of another rank")
         if "elastic" in record and trainer.is_global_zero:
-            missing = [data for rank, data in record["small"].items() if rank >= trainer.world_size]
-            others = (*map(accumulators_of, missing), *record.get("left", {}).get("accumulators", ()))
-            rows = with_others(rows, map(decode_own, others))
-            as_logged(rows, decode_own(record.get("left", {}).get("first", b"")))
+            rows = with_others(rows, [decode_own(one.accumulators) for one in _gone(record, trainer.world_size)])
+            as_logged(rows, decode_own(_first(record).accumulators))
+        if is_behind(self._own.accumulators):
+            self._note(BEHIND.format("self.log", trainer.global_rank, record["step"]))
+            keys = {row["key"] for row in rows}
+            rows += [row for row in of_a_new_rank(record["results"]) if row["key"] not in keys]  # all must have them
         restore_results(trainer, rows)
-        if lost := record.get("unsaved"):
-            self._note(f"torchmetrics objects begin anew, without what they had in this epoch: {', '.join(lost)}")
+        self._restore_objects(trainer, record)
         logs._first_loop_iter, logs._current_fx = record["logging"]
         if logs._first_loop_iter is not None:
             logs.on_batch_end()
+
+    def _restore_objects(self, trainer: Any, record: dict[str, Any]) -> None:
+        rank, names, left = trainer.global_rank, set(record.get("unsaved", ())), "left" in record
+        if record.get("objects") and any(metrics_of(trainer.lightning_module)):
+            gather = partial(self.gather, f"metrics/{record['step']}")
+            gone = _gone(record, trainer.world_size) if "elastic" in record and trainer.is_global_zero else []
+            own, before = self._own.objects, _first(record).objects
+            lost, lack, behind = restore_objects(trainer, own, gather, [one.objects for one in gone], before)
+            names |= {*lack}
+            if behind:
+                self._note(BEHIND.format("torchmetrics objects", rank, record["step"]))
+            if rank in lost and not ("elastic" in record and (left or rank >= record["world_size"])):
+                self._note(LOST_OBJECTS.format(rank))
+        if names:
+            self._note(BEGIN_ANEW.format(", ".join(sorted(names))))
+
+
+def _gone(record: dict[str, Any], world_size: int) -> list[Extra]:
+    """Of the ranks that there are no more."""
+    missing = [data for rank, data in record["small"].items() if rank >= world_size]
+    return [*map(extra_of, missing), *(Extra(b"", *one) for one in record.get("left", {}).get("gone", ()))]
+
+
+def _first(record: dict[str, Any]) -> Extra:
+    """Of rank 0, where that is a rank that there is no more."""
+    return Extra(b"", *record.get("left", {}).get("first", ()))
 
 
 def logged(checkpoint: dict[str, Any]) -> bytes:
@@ -258,12 +297,12 @@ def logged(checkpoint: dict[str, Any]) -> bytes:
     if "left" in record:
         return bytes(record["left"]["logged"])
     aux = record.get("small", {}).get(0)
-    return split_extra(decode_aux(aux).extra)[2] if aux is not None else b""
+    return extra_of(aux).logged if aux is not None else b""
 
 
-def accumulators_of(aux: bytes) -> bytes:
-    """Those of `self.log` in a rank's auxiliary state; empty where there are none."""
-    return split_extra(decode_aux(aux).extra)[1]
+def extra_of(aux: bytes) -> Extra:
+    """The adapter's part of a rank's auxiliary state."""
+    return split_extra(decode_aux(aux).extra)
 
 
 def _load_optimizers(trainer: Any, load: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:

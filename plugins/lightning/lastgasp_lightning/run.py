@@ -119,6 +119,7 @@ class LightningRun(Training):
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.resume.goes_on, self.resume.job = self._goes_on, place.job
+        self.resume.gather = lambda tag, own: session.gather(f"{tag}/{self.fit.number()}", own)
         self.selector.loaded = lambda: self.logs.go_on(session.gather)
         self._again_here = self._again(arena)(self, make, self.writer, held)
         if recovery == "save":

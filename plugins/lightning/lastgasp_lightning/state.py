@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ from lastgasp_lightning.buffers import Exchange, are_synced, with_averages
 from lastgasp_lightning.data_position import DataPosition
 from lastgasp_lightning.extra import behind_position, split_extra
 from lastgasp_lightning.manual import StepCopies
-from lastgasp_lightning.metrics import OwnAccumulators, encode_results, unsaved
+from lastgasp_lightning.metric_objects import OwnObjects
+from lastgasp_lightning.metrics import OwnAccumulators, encode_results
 from lastgasp_lightning.snapshot import Snapshot, Snapshotter
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import found_by
@@ -70,8 +72,7 @@ class LightningState:
         self._trainer, self.fit = trainer, fit
         self.gate: Callable[[], None] = _nothing
         self._single = trainer.world_size == 1
-        self._steps: dict[str, int] = {}
-        self._batches: dict[str, int] = {}
+        self._steps, self._batches = dict[str, int](), dict[str, int]()
         self.watch = UpdateWatch(self._before_first_update, self._capture_unsettled)
         self.position = DataPosition(trainer, self._devices(), fit)
         self.snapshot: Snapshot | None = None
@@ -80,10 +81,10 @@ class LightningState:
         self.say: Callable[[str], None] = log.warning
         self.logged: Callable[[], bytes] = bytes
         self._recorder: AuxRecorder | None = None
-        self._parts = b"", b""
+        self._parts = b"", b"", b""
         self._undo: list[compat.Undo] = []
         self._dumping: set[int] = set()
-        self._in_module_hook = self._fresh = self._later = self._faulted = False
+        self._in_module_hook = self._hooked = self._fresh = self._later = self._faulted = False
         self.shards: LightningShards | None = None
         self.values: Any = None
         self.exchange = Exchange(_nothing, None)
@@ -105,14 +106,14 @@ class LightningState:
         """Allocate the crash-safe buffer, hook the optimizers. Call in `on_fit_start`. Idempotent."""
         if self._undo:
             return
-        trainer = self._trainer
+        trainer, module = self._trainer, self._trainer.lightning_module
         self.fit.look_at_optimizers()
-        module = trainer.lightning_module
         self._snapshots = Snapshotter(trainer, self.shards is not None, self.values)
         self.moving = self._snapshots.extra.moving
         # What is copied must be what the other ranks hold live: of a step, once the module's own hook has run.
-        self._later = self.shards is not None and is_overridden("on_train_batch_end", module)
-        self._accumulators = OwnAccumulators(trainer)
+        self._hooked = is_overridden("on_train_batch_end", module)
+        self._later = self.shards is not None and self._hooked
+        self._accumulators, self._objects = OwnAccumulators(trainer), OwnObjects(trainer)
         self._holder = with_averages(trainer)
         self._recorder = AuxRecorder(self._devices(), self._holder, host_buffers=self._owns_buffers())
         self.watch.install(trainer)
@@ -211,7 +212,7 @@ class LightningState:
         snapshot = self.snapshot
         if step == 0 or (snapshot is not None and snapshot.step == step):
             return None
-        self._fresh = True
+        self._fresh = self._hooked
         self._capture(step, fill=not self._later, settled=not self._later)
         return None if self._later else step
 
@@ -233,13 +234,13 @@ class LightningState:
         self.watch.close()
 
     def _capture_aux(self, step: int, settled: bool) -> None:
-        recorder = self._recorder
-        if recorder is not None:
+        if (recorder := self._recorder) is not None:
             recorder.extra = self.position.record(self._batches["ready"])
-            own = self._accumulators.at(settled) if not self._single else b""
-            logged, parts = self.logged(), self._parts
-            if own is not parts[0] or logged is not parts[1]:
-                self._parts, recorder.tail = (own, logged), behind_position(own, logged)
+            done = settled and not self._fresh
+            own = b"" if self._single else self._accumulators.at(done)
+            parts = own, self.logged(), self._objects.at(done)
+            if any(map(operator.is_not, parts, self._parts)):
+                self._parts, recorder.tail = parts, behind_position(*parts)
             recorder.capture(step, settled)
 
     def _enter_module_hook(self) -> None:
@@ -407,7 +408,7 @@ class LightningState:
             **self._snapshots.saves.known(),
             "results": encode_results(snapshot.results),
             "results_rank": self._trainer.global_rank,
-            "unsaved": unsaved(self._trainer),
+            **self._objects.known(),
             "metrics": {k: v.detach().clone() for k, v in snapshot.metrics.items()},
             "logging": snapshot.logging,
             "flags": self._snapshots.flags_of(snapshot),
@@ -438,7 +439,7 @@ class LightningState:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = snapshot.stepped
         own = record["small"].get(self._trainer.global_rank)
         if "combined_loader" in fit["state_dict"] and own is not None:
-            position = split_extra(decode_aux(own).extra)[0]
+            position = split_extra(decode_aux(own).extra).position
             fit["state_dict"]["combined_loader"] = self.position.stateful_states(position)
         checkpoint["global_step"] = snapshot.step
         checkpoint["epoch"] = fit["epoch_progress"]["current"]["completed"]
