@@ -87,7 +87,7 @@ class LightningRun(Training):
         self.raised: BaseException | None = None
         held = self.entry.take() if self.entry is not None else None
         self.users_handler = users_handler(held)
-        self.fit = ThisFit(trainer, config.directory)
+        self.fit = fit = ThisFit(trainer, config.directory)
         self.state = LightningState(trainer, self.fit)
         self.elastic = self.state.position.elastic
         self.resume, self.carried = Resume(self.state), CarriedValues(self)
@@ -95,7 +95,6 @@ class LightningRun(Training):
         framework = Framework(
             name=f"lightning {versions()['lightning']}", kind_of=kind_of, device=trainer.local_rank, versions=versions()
         )
-        fit = self.fit
         self.writer = ManifestWriter("lightning", place, lambda: fit.fit, home=config.directory)
         make = partial(AdapterRun, framework, config, marks)
         joined = held.life if held is not None else None
