@@ -22,8 +22,8 @@ from lastgasp.exception_origin import cause_of
 from lastgasp.gasp import imported, leaving
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
-from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.by_files import ControllerLost
+from lastgasp.gasp.gathers import GATHER_TIMEOUT
 from lastgasp.gasp.hello import hello_of
 from lastgasp.gasp.leaving import FLUSH_LIMIT, Leaving, leave_now
 from lastgasp.gasp.link import Link

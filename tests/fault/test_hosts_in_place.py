@@ -11,6 +11,7 @@ import pytest
 
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
+from support import again_faults
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import SUPPORT, incidents, torchrun, undisturbed_jobs
@@ -33,9 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextmanager
-def training(
-    folder: Path, each: int, faults: str, *more: str, **variables: str
-) -> Iterator[tuple[HostsJob, Path]]:
+def training(folder: Path, each: int, faults: str, *more: str, **variables: str) -> Iterator[tuple[HostsJob, Path]]:
     """A job over two hosts with so many ranks on `each`, at its gate, once a fault can be answered in place."""
     directory = folder / "d"
     directory.mkdir()
@@ -95,6 +94,30 @@ def test_a_survivor_that_does_not_leave_its_training_is_replaced(stuck: int, tmp
     for rank in range(4):
         first, second = pids(directory, rank)
         assert (first == second) == (rank != stuck), job.output
+    assert differences(undisturbed(4), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize(
+    ("killed", "second"), [(0, "state kept,2,self"), (2, "state kept,1,self"), (3, "group made,3,self")]
+)
+def test_a_second_kill_before_a_new_step_is_answered_as_well(
+    killed: int, second: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """A survivor that has yet to join, of a host that replaces nobody or of the first one; or the new process.
+
+    Its launcher says so: nobody waits for it until the deadline of the recovery.
+    """
+    fault, victim = f"kind=sigkill,rank={killed},step=8,phase=backward", int(second.split(",")[1])
+    with training(tmp_path, 2, fault, **{again_faults.VARIABLE: second}) as (job, directory):
+        (directory / "go").touch()
+        assert set(job.codes(START + LIMIT).values()) == {0}, job.output
+    assert (directory / "second").exists(), job.output
+    found = incidents(directory)
+    assert [(one.ending, one.rung, one.steps_lost) for one in found] == [("in_place", "replace", 0)] * 2, job.output
+    causes = [{(one.kind, one.rank) for one in each.faults} for each in found]
+    assert causes == [{("killed", killed)}, {("killed", victim)}], (causes, job.output)
+    for rank in range(4):
+        assert (len(set(pids(directory, rank))) == 1) == (rank not in (killed, victim)), job.output
     assert differences(undisturbed(4), directory / "final.pt") == []
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support import lean
+from support import again_faults, lean
 from support.hosts import needs_hosts, network
 from support.hosts_job import START, HostsJob
 from support.launchers import SUPPORT, incidents, torchrun, undisturbed_jobs
@@ -121,6 +121,27 @@ def test_a_fault_is_answered_in_place(
     entered = {rank: [row.split()[1] for row in rows[rank] if row.startswith("entered")] for rank in ranks}
     check(job, directory, entered, replaced)
     assert differences(undisturbed(script, 2 * each), directory / "final.pt") == []
+
+
+@pytest.mark.parametrize(
+    ("second", "ending"), [("group made,1", "in_place"), ("first step,1", "in_place"), ("state kept,0", "")]
+)
+def test_a_second_kill_loses_no_part(second: str, ending: str, tmp_path: Path, undisturbed: Any) -> None:
+    """Of the new process on the second host: its arena, or its predecessor's, is there. Of the survivor: a restart."""
+    directory, script = tmp_path / "d", SHARDED["sharded loop"]
+    directory.mkdir()
+    more = {again_faults.VARIABLE: f"{second},self"}
+    with training(tmp_path, [script, "--dir", directory], 1, KILLED_LAST.format(1), **more) as job:
+        (directory / "go").touch()
+    found = incidents(directory)
+    assert (directory / "second").exists(), job.output
+    assert {(one.ending, one.rung, one.steps_lost) for one in found[:1]} == {("in_place", "replace", 0)}, job.output
+    assert not any(one.steps_lost for one in found), (found, job.output)
+    assert not ending or [one.ending for one in found] == ["in_place", ending], (found, job.output)
+    for rank in range(2):
+        rows = (directory / f"rank-{rank}").read_text().split("\n")
+        assert {row.split()[2] for row in rows if row.startswith("entered")} == {"0", "6"}, (rows, job.output)
+    assert differences(undisturbed(script, 2), directory / "final.pt") == []
 
 
 @pytest.mark.parametrize("script", SHARDED.values(), ids=SHARDED)

@@ -175,6 +175,28 @@ def test_a_death_at_each_point_of_a_recovery_loses_no_step(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("point", "who"), [("let go", 0), ("entered", 0), ("entered", 1)])
+def test_a_rank_that_is_stopped_on_its_way_is_not_waited_for(
+    point: str, who: int, tmp_path: Path, undisturbed: Any
+) -> None:
+    """It gets a new process; once it has joined the job restarts. All others may load for as long as they like."""
+    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"{point},{who},self,stop"}
+    faults = "kind=sigkill,rank=1,step=5,phase=backward"
+    with disturbed(tmp_path, job(3, directory), faults, **second, LASTGASP_FINISH_TIMEOUT="2") as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert (directory / "second").exists(), where
+    assert {fault.rank for one in found for fault in one.faults if fault.kind == "hang"} == {who}, (found, where)
+    assert [one.ending for one in found] == ["in_place", "nothing_to_save"][: 1 + (point == "entered")], (found, where)
+    assert not any(one.steps_lost for one in found), found
+    begun = [[int(step) for _, step in lines(directory, rank, "entered")] for rank in range(3)]
+    assert begun == [[0, 5]] * 3, (begun, where)
+    if point == "let go":
+        assert len({pid for pid, _ in lines(directory, 2, "entered")}) == 1, where
+    assert differences(directory / "final.pt", undisturbed(3)) == [], where
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recovery", "more", "why"),
     [

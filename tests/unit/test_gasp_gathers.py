@@ -6,7 +6,8 @@ import pytest
 
 from lastgasp.events import Fault, FaultKind
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.attempt import GATHER_TIMEOUT, Attempt
+from lastgasp.gasp.attempt import Attempt
+from lastgasp.gasp.gathers import GATHER_TIMEOUT
 from support.switch_job import hello
 
 

@@ -405,7 +405,9 @@ def test_behind_a_training_that_all_have_ended_no_recovery_is_waited_for(
     agent, attempt, now = GaspAgent.__new__(GaspAgent), LaunchAttempt(number=0), [100.0]
     agent._attempt, agent._worker_group = attempt, Group()  # type: ignore[assignment]
     nothing: Any = lambda *_: None  # noqa: E731
-    agent._in_place = SimpleNamespace(offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=False)  # type: ignore[assignment]
+    agent._in_place = SimpleNamespace(  # type: ignore[assignment]
+        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=False, nobody_comes=False
+    )
     monkeypatch.setattr(agent, "_codes", lambda group: {0: None, 1: 1})
     monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
     monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
@@ -427,7 +429,9 @@ def test_a_host_whose_ranks_are_all_dead_is_one_that_has_ended_its_training_if_t
     agent, now = GaspAgent.__new__(GaspAgent), [100.0]
     agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()  # type: ignore[assignment]
     nothing: Any = lambda *_: None  # noqa: E731
-    agent._in_place = SimpleNamespace(offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=True)  # type: ignore[assignment]
+    agent._in_place = SimpleNamespace(  # type: ignore[assignment]
+        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=True, nobody_comes=False
+    )
     monkeypatch.setattr(agent, "_codes", lambda group: {0: -9, 1: -9})
     monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
     monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
@@ -437,6 +441,26 @@ def test_a_host_whose_ranks_are_all_dead_is_one_that_has_ended_its_training_if_t
     assert not agent._hold(agent._worker_group)
     assert limit <= now[0] - 100 < limit + 2
     assert "survivors" not in caplog.text, "there are none"
+
+
+@pytest.mark.parametrize(("nobody", "waited"), [(True, 0), (False, 16)])
+def test_new_processes_do_not_wait_for_survivors_that_have_ended(
+    nobody: bool, waited: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was to go on, and has ended as well; rank 1 is the new process, which meets nobody."""
+    agent, now = GaspAgent.__new__(GaspAgent), [100.0]
+    agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()  # type: ignore[assignment]
+    nothing: Any = lambda *_: None  # noqa: E731
+    agent._in_place = SimpleNamespace(  # type: ignore[assignment]
+        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=False, nobody_comes=nobody
+    )
+    monkeypatch.setattr(agent, "_codes", lambda group: {0: -9, 1: None})
+    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
+    monkeypatch.setattr(LaunchAttempt, "over_for", lambda self: now[0] - 100)
+    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
+    assert not agent._hold(agent._worker_group)
+    assert now[0] - 100 == waited
 
 
 # -- progress of an attempt ------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from lastgasp import exitcodes
 from lastgasp.gasp import messages as m
 from lastgasp.gasp.again import Again
+from lastgasp.gasp.attempt import Attempt
 from lastgasp.gasp.cards import WorkerCard
+from lastgasp.gasp.controller import Controller
 from lastgasp.gasp.ends import BROKE, kind_of_end
 from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.link import Link
@@ -156,6 +158,48 @@ def test_the_end_of_a_process_is_told_with_the_incarnation_that_it_was_of(monkey
     assert one.replaced({2: "killed by SIGKILL"})
     one.report_exit(2, "exited with code 1", 8)
     assert told == [m.Exited(attempt=0, incarnation=1, rank=2, how="exited with code 1")]
+
+
+@pytest.mark.parametrize(
+    ("over", "pid", "runs", "vain"),
+    [(1.0, 7, False, True), (None, 7, False, False), (1.0, 0, False, False), (1.0, 7, True, False)],
+)
+def test_a_new_process_is_not_waited_for_once_the_others_have_saved(
+    over: float | None, pid: int, runs: bool, vain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for them. Once it has joined it ends by itself, as a survivor of its host does that still saves."""
+    handlers = [Handler(False), Handler(True)]
+    keeper = SimpleNamespace(agreed=AGREED, connected=True, over_for=lambda attempt: over)
+    one = second(keeper, handlers)
+    monkeypatch.setattr(InPlace, "_replace", lambda self, rank, again: None)
+    assert not one.nobody_comes
+    assert one.replaced({2: "SIGKILL"})
+    handlers[0].runs, handlers[1].runs = True, runs
+    entry = Entry(rank=2, pid=pid or handlers[0].pid, hold=1.0, directory="")
+    monkeypatch.setattr(Desk, "entries", {2: entry})
+    assert one.nobody_comes == vain
+
+
+def test_the_end_of_a_survivor_on_its_way_is_of_the_incarnation_that_it_was_to_enter() -> None:
+    """Its host may have no rank that is replaced. The others would wait for it until their deadline."""
+    told = list[m.Exited]()
+    one = second(SimpleNamespace(agreed=AGREED, connected=True, exited=told.append), [Handler(True), Handler(False)])
+    one.report_exit(3, "killed by SIGKILL", 7)
+    assert told == [m.Exited(attempt=0, incarnation=1, rank=3, how="killed by SIGKILL")]
+
+
+@pytest.mark.parametrize(
+    ("rank", "incarnation", "missed"),
+    [(3, 1, True), (2, 1, True), (3, 0, True), (2, 0, False), (3, 2, False)],
+)
+def test_whose_end_the_next_incarnation_has_to_know(rank: int, incarnation: int, missed: bool) -> None:
+    """A launcher that has not heard of the order counts by the one before; of that was the rank that is replaced."""
+    controller: Any = Controller("token")
+    controller.incidents.current = attempt = Attempt.of(hello(0, 4))
+    attempt.machine.again = AGAIN  # type: ignore[attr-defined]
+    controller._spawn = lambda work: work.close()
+    controller._not_joining(m.Exited(attempt=0, incarnation=incarnation, rank=rank, how="x"))
+    assert controller.not_replaced == ({rank: "x"} if missed else {})
 
 
 def test_the_end_of_a_process_that_has_never_joined_is_told() -> None:

@@ -71,7 +71,7 @@ def test_the_controller_knows_a_process_whatever_its_launcher_calls_it(
     controller.incidents.current = SimpleNamespace(again=AGAIN)
     controller._spawn = lambda work: work.close()
     controller.report_exit(rank, "x", pid)
-    assert controller._not_replaced == number
+    assert controller.not_replaced == number
 
 
 @pytest.mark.parametrize(

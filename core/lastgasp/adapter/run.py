@@ -18,8 +18,8 @@ from lastgasp.deferred_source import DeferredSource
 from lastgasp.events import Fault, FaultKind
 from lastgasp.exception_origin import cause_of, is_success, may_pass
 from lastgasp.gasp.again import LED, Again
-from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.by_files import gather_saved
+from lastgasp.gasp.gathers import GATHER_TIMEOUT
 from lastgasp.gasp.messages import Release, encodable
 from lastgasp.gasp.rank_status import Released
 from lastgasp.gasp.signals import TermSignal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Literal
 
 import msgspec
@@ -99,6 +100,34 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
     def numbers(self) -> dict[int, int]:
         """New numbers by those before, of the ranks that go on; empty where all keep theirs."""
         return {before: now for now, before in enumerate(self.members) if before != NEW}
+
+    def is_new(self, rank: int, pid: int) -> bool:
+        """Whether a process of the controller's host has taken that rank's place."""
+        return rank in self.lost and pid > 0 and bool(self.pids) and pid not in self.pids
+
+    def was_to_enter(self, rank: int, pid: int) -> bool:
+        """Whether one that has ended is a survivor, or new; or could not be made (`pid` 0)."""
+        return rank not in self.lost or not pid or self.is_new(rank, pid)
+
+    def misses(self, rank: int, incarnation: int) -> bool:
+        """The same of another host, whose launcher says of which incarnation it was.
+
+        It may not have heard of the order yet, and only a survivor has to follow that.
+        """
+        before = incarnation == self.incarnation - 1 and not self.members
+        return incarnation == self.incarnation or (before and rank not in self.lost)
+
+    def in_vain(self, world_size: int, ended: Container[int]) -> bool:
+        """Whether nobody can enter since ranks, by their new numbers, have ended before any has joined.
+
+        Who begins with files joins only when all have met; else those that are left join, and a new process does not
+        come alone.
+        """
+        if self.from_files:
+            return any(rank in ended for rank in range(len(self.members) or world_size))
+        if self.members:
+            return all(now in ended for now, before in enumerate(self.members) if before != NEW)
+        return all(rank in ended for rank in range(world_size) if rank not in self.lost)
 
     @property
     def rung(self) -> Rung:

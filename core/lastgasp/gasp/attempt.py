@@ -20,6 +20,7 @@ from .again import Again, Offer
 from .auxiliary import NoBuffers, RankBuffers
 from .decision import NO_SAVE, NOT_NEEDED, SavePlan
 from .fewer_ranks import by_leader
+from .gathers import Gathers
 from .groups import unpack
 from .ladder import Ladder
 from .machine import Machine
@@ -41,17 +42,6 @@ FROM_BUDDIES = (
     "the shards of ranks {ranks}, whose host was lost, were saved from copies on partner hosts, which are of step "
     "{step}: {lost} completed steps are done again"
 )
-GATHER_TIMEOUT = 300.0
-"""Seconds within which all ranks must join a gather, including the start-up of the slowest one."""
-
-
-@dataclass
-class GatherState:
-    """The parts of one all-gather received so far."""
-
-    since: float
-    parts: dict[int, bytes] = field(default_factory=dict)
-    limit: float = 0.0
 
 
 @dataclass
@@ -77,7 +67,7 @@ class Attempt:
     begun_at: int | None = None
     """The oldest step from which one of them started."""
     reached: int = -1
-    gathers: dict[str, GatherState] = field(default_factory=dict)
+    gathers: Gathers = field(default_factory=Gathers)
     incident: Incident | None = None
     over_since: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -188,6 +178,11 @@ class Attempt:
         """Ranks that count as hung."""
         return [rank for rank, member in self.machine.members.items() if member.hung]
 
+    def misses(self, exited: m.Exited) -> bool:
+        """Whether this process of another host was to enter the next incarnation."""
+        again = self.again if self.hello.attempt == exited.attempt else None
+        return again is not None and again.misses(exited.rank, exited.incarnation)
+
     def agreed(self) -> m.Agreed:
         """How the recovery has ended, for the launchers of other hosts."""
         again = self.again if self.again is None else msgspec.structs.replace(self.again, aux={}, pids=(), ends=())
@@ -197,11 +192,13 @@ class Attempt:
         """What was agreed with the incarnation before: who begins with files takes as long as for any start."""
         if not isinstance(self.machine, Ladder) or again is None:
             return
-        self.entered = True
-        if not again.from_files:
+        self.entered, world_size = True, self.hello.world_size
+        if again.from_files:
+            self.machine.loads, self.machine.absent = True, lambda now: self.gathers.absent(now, world_size)
+        else:
             self.machine.enter_by = _clock.monotonic() + self.hello.finish_timeout + ENTER
             takers = again.for_rank(-1).takers
-            self.machine.holders = frozenset(range(self.hello.world_size)).difference(takers)
+            self.machine.holders = frozenset(range(world_size)).difference(takers)
 
     def follows(self, repeats: Repeats) -> None:
         """How often in a row the incarnations before this one ended by one exception."""
@@ -286,33 +283,11 @@ class Attempt:
 
     def gather(self, rank: int, part: m.GatherPart) -> m.Gathered | None:
         """Store one part; return all parts when it was the last one."""
-        state = self.gathers.setdefault(part.tag, GatherState(since=_clock.monotonic()))
-        state.parts[rank], state.limit = part.payload, max(state.limit, part.seconds or GATHER_TIMEOUT)
-        if len(state.parts) < self.hello.world_size:
-            return None
-        del self.gathers[part.tag]
-        return m.Gathered(tag=part.tag, parts=tuple(state.parts[r] for r in sorted(state.parts)))
+        return self.gathers.put(rank, part, self.hello.world_size, _clock.monotonic())
 
     def failed_gathers(self, now: float, why: str = "") -> list[tuple[int, m.Gathered]]:
-        """Build answers for gathers that cannot complete: all of them if `why` is given, else those that have expired
-        or that wait for a rank that has ended."""
-        answers = []
-        for tag, state in list(self.gathers.items()):
-            text = why or self._never(state)
-            if not text and now < state.since + state.limit:
-                continue
-            del self.gathers[tag]
-            missing = sorted(set(range(self.hello.world_size)) - set(state.parts))
-            text = text or f"ranks {missing} did not arrive within {state.limit:g} s"
-            answer = m.Gathered(tag=tag, parts=(), missing=text)
-            answers += [(rank, answer) for rank in state.parts]
-        return answers
-
-    def _never(self, state: GatherState) -> str:
-        """Why some rank will never join (its process or its training ended); empty while all still may."""
-        lost = self.machine.lost
-        rank = min((rank for rank in lost if rank not in state.parts), default=None) if lost else None
-        return "" if rank is None else f"rank {rank} {lost[rank]}"
+        """Build answers for gathers that cannot complete: all of them if `why` is given."""
+        return self.gathers.failed(now, why, self.machine.lost, self.hello.world_size)
 
     # -- incident ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from lastgasp._fs import make_directory, read_bounded, write_atomically
 from lastgasp.errors import ControlError, DeadlineExceeded
 from lastgasp.topology import Place
 
-from .attempt import GATHER_TIMEOUT
+from .gathers import GATHER_TIMEOUT
 from .meeting import LOOK, prefix_of
 
 LONGEST_PAUSE = 0.5

@@ -81,7 +81,7 @@ class Controller:
         self._announced = Announced(self.records, token, self._started_s)
         self._ahead = ReadAhead()
         self._replaced: set[int] = set()
-        self._not_replaced: dict[int, str] = {}
+        self.not_replaced: dict[int, str] = {}  # who was to enter again, and has ended before any has joined
 
     async def start(self) -> int:
         """Start listening, with TLS if the environment names the files.
@@ -105,8 +105,7 @@ class Controller:
     async def stop(self) -> None:
         """Close every connection, thread and descriptor, in bounded time even if a file system stalls."""
         self._door.close()
-        # Every task on this loop is ours; a connection being accepted becomes a handler task only later.
-        await end_all_others()
+        await end_all_others()  # all are ours; a connection that is being accepted has a task only later
         for rank in list(self._peers):
             self._drop(rank)
         self.arenas.clear()
@@ -153,17 +152,18 @@ class Controller:
         elif self.attempt is not None:
             again = self.attempt.again
             if again is not None and again.members:
-                self._not_replaced |= dict.fromkeys(number_after(self._peers, again, rank, pid), how)
-            elif again is not None and (not pid or rank not in again.lost):
-                self._not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
-            self._spawn(self._ended(self.attempt, rank, how))
+                self.not_replaced |= dict.fromkeys(number_after(self._peers, again, rank, pid), how)
+            elif again is not None and again.was_to_enter(rank, pid):
+                self.not_replaced[rank] = how  # the next incarnation has to know, once its first rank has joined
+            if again is None or not again.is_new(rank, pid):
+                self._spawn(self._ended(self.attempt, rank, how))
 
     def _not_joining(self, exited: m.Exited) -> None:
         """Another launcher says that a rank's process has ended before it joined, or could not be made."""
         current, order = self.attempt, (exited.attempt, exited.incarnation)
-        if current is not None and (current.hello.attempt, current.again and current.again.incarnation) == order:
-            self._not_replaced[exited.rank] = exited.how
-        elif current is not None and (current.hello.attempt, current.hello.incarnation) == order:
+        if current is not None and current.misses(exited):
+            self.not_replaced[exited.rank] = exited.how
+        elif current is not None and order_of(current.hello) == order:
             self._spawn(self._ended(current, exited.rank, exited.how))
         elif current is None or order > order_of(current.hello):
             self.keepers.put_off(exited)  # nobody has joined that attempt yet
@@ -271,11 +271,11 @@ class Controller:
             machine.elsewhere = lambda others: self.keepers.no_process(hello.attempt, others)
             machine.missing = lambda others: self.keepers.missing(hello.attempt, others)
             machine.address = lambda rank: peer.address if (peer := self._peers.get(rank)) is not None else ""
-        for rank, how in self._not_replaced.items() if hello.incarnation else ():
+        for rank, how in self.not_replaced.items() if hello.incarnation else ():
             self._spawn(self._ended(attempt, rank, how))
         for exited in self.keepers.were_put_off(*order_of(hello)):
             self._spawn(self._ended(attempt, exited.rank, exited.how))
-        self._not_replaced = {}
+        self.not_replaced = {}
         self._service.roster.begin()
         self.keepers.begin(hello.attempt)
         self._announced.tell(hello.job, hello.directory)

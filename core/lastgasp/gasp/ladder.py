@@ -36,6 +36,11 @@ AGAIN = 60.0
 """Seconds until ranks are stopped once more to take in those that wait: one did not answer in time."""
 BUSY = 30.0
 """Seconds, besides `finish_timeout`, in which all ranks must come to the end of their step, where steps are short."""
+CAUSE = 2.0
+"""Seconds until it is known how a process has ended that has not joined: on another host it takes a message more."""
+STOPPED = 10.0
+"""Seconds, besides `finish_timeout`, that a stopped process is waited for where all begin again with files. A minute at
+least the others wait for its new process (`from_files.JOIN`), or twice as long as that takes."""
 OFFER = 2.0
 """Seconds that a launcher has to say what it can do; it looks at its ranks ten times a second."""
 
@@ -80,6 +85,10 @@ class Ladder(LadderState):
             self._growing = waiting
             self._grow_by = now + self.finish_timeout + min(max(BUSY, 2 * self.progress.step_takes), self.save_timeout)
             return self._stop_all(now)
+        if self.state == "over":
+            return self._stopped_before_entering(now, at_ns, stopped)
+        if stuck := self._stuck(now, stopped):
+            return self._hang(stuck, at_ns, now)
         if self._growing and (hung := self.progress.hung(now, stopped)):
             return self._train_on(now) + self._hang(hung, at_ns, now)
         waits = self.enter_by < math.inf and not self._late and len(self.members) < self.world_size  # for others
@@ -89,6 +98,26 @@ class Ladder(LadderState):
         self._late = True
         for rank in late_ranks(self.world_size, self._entered, self.members, self.holders):
             actions += self._fault(Fault(kind="hang", rank=rank, cause=LATE, step=self.began_at, seen_ns=at_ns), now)
+        return actions
+
+    def _stuck(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
+        """Ranks that are not slow to load what all begin with, but stand still."""
+        if self.state != "running" or not self.loads or len(self._entered) >= self.world_size:
+            return frozenset()
+        still = self.progress.standing_still(now, stopped, self.finish_timeout + STOPPED) | self.absent(now)
+        return (still & self._here) - self._entered
+
+    def _stopped_before_entering(self, now: float, at_ns: int, stopped: frozenset[int]) -> list[Action]:
+        """The same of ranks that have yet to join the next incarnation, as far as they run on the controller's host."""
+        if self.again is None or not self.again.from_files or self.progress.was_suspended(now):
+            self._stopped_since = {}
+            return []
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        actions: list[Action] = []
+        for rank, since in self._stopped_since.items():
+            if now - since > self.finish_timeout + STOPPED:
+                cause = f"its process has been stopped for {now - since:.0f} s"
+                actions += self._stays(Fault(kind="hang", rank=rank, cause=cause, step=self.again.step, seen_ns=at_ns))
         return actions
 
     def _stays(self, fault: Fault) -> list[Action]:
@@ -164,7 +193,7 @@ class Ladder(LadderState):
     def _decide_if_ready(self, now: float) -> list[Action]:
         if self.state == "preparing" and (self._may_come or (self.wanted and self.buffers.awaited)):
             return []  # ranks that are entered again get the dead ranks' states with the order itself
-        if self.state == "preparing" and not self._awaited and self._awaits_offer(now):
+        if self.state == "preparing" and not self._awaited and (self._awaits_offer(now) or self._awaits_cause(now)):
             return []
         if self._growing and self.state == "preparing":
             return [] if self._awaited else self._grow(now)
@@ -184,6 +213,17 @@ class Ladder(LadderState):
             return False
         self._offer_by = min(self._offer_by, now + OFFER)
         return now < self._offer_by
+
+    def _awaits_cause(self, now: float) -> bool:
+        """Ranks have seen that others are gone, and none is known to be: new processes that have yet to join.
+
+        Their launchers tell how they ended, a little later than collectives do.
+        """
+        missing = any(rank not in self.members for rank in range(self.world_size))
+        if not self.holders or not missing or any(fault.kind != "peer" for fault in self.faults):
+            return False
+        self._cause_by = min(self._cause_by, now + CAUSE)
+        return now < self._cause_by
 
     def _carry_out(self, decision: Decision, now: float) -> list[Action]:
         if self.plan == 0 and any(self._recovery.values()):
@@ -271,7 +311,7 @@ class Ladder(LadderState):
 
     def _forbidden(self, lost: tuple[int, ...]) -> str:
         """Why such a fault is not answered in place."""
-        caps = {self._recovery.get(rank, "") for rank in self._here}
+        caps = {self._recovery.get(rank, "") for rank in self._here or self._recovery}
         cap = min(caps, default="")
         if "" in caps or len(caps) > 1:
             return "not every rank can be entered again"

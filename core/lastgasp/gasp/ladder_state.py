@@ -23,7 +23,9 @@ class LadderState(Machine):
     Args:
         incarnation: how often ranks of this attempt have been entered again.
         offer: what the launcher can do now; None where it can do nothing, or has yet to say; offering: it will.
-        enter_by: when all ranks must have begun, monotonic seconds.
+        enter_by: when all ranks must have begun, monotonic seconds; infinite where all begin with files, for which
+            they may take long.
+        loads: so it is; absent: for whom all others have waited in vain then, at this monotonic second.
         holders: ranks that have entered again with the step in memory, as far as they get.
         elsewhere: why ranks of other hosts cannot get new processes now, or empty; by how many launchers there are.
         missing: how many of those launchers cannot be reached; address: by which a rank has reached the controller.
@@ -43,6 +45,8 @@ class LadderState(Machine):
     offer: Offer | None = None
     offering: Callable[[], bool] = lambda: False
     enter_by: float = math.inf
+    loads: bool = False
+    absent: Callable[[float], frozenset[int]] = lambda now: frozenset()
     holders: frozenset[int] = frozenset()
     elsewhere: Callable[[int], str] = lambda others: ""
     missing: Callable[[int], int] = lambda others: 0
@@ -77,6 +81,9 @@ class LadderState(Machine):
     _grow_after: float = 0.0
     _grow_by: float = 0.0
     _offer_by: float = math.inf
+    _cause_by: float = math.inf
+    _stopped_since: dict[int, float] = field(default_factory=dict)
+    """Ranks that were to enter again with files, and whose processes are stopped."""
 
     @property
     def wanted(self) -> bool:
@@ -91,6 +98,7 @@ class LadderState(Machine):
     def next_training(self) -> None:
         """A rank comes to the script's next training, which nobody enters again."""
         self.holders, self.began_at, self.enter_by, self._entered = frozenset(), -1, math.inf, set()
+        self.loads = False
 
     @property
     def _once_more(self) -> bool:
@@ -117,9 +125,14 @@ class LadderState(Machine):
     def _may_come(self) -> bool:
         if self._late:
             return False
-        if self._once_more and any(rank not in self.members for rank in self.holders):
+        if self._once_more and any(self._comes(rank) for rank in self.holders):
             return True
         return any(may_come(shard, self._here, self.members, self.holders) for shard in self.replicas)
+
+    def _comes(self, rank: int) -> bool:
+        """Whether a rank that holds the step has yet to join, or to say so; then it says what it can do besides."""
+        member = self.members.get(rank)
+        return member is None or (member.here and not member.begun)
 
     @property
     def _in_parts(self) -> bool:
@@ -134,7 +147,7 @@ class LadderState(Machine):
     def _no_process(self) -> str:
         """Why a dead rank cannot get a new process."""
         assert self.offer is not None
-        cap = min((self._recovery[rank] for rank in self._here), default="")
+        cap = min((self._recovery[rank] for rank in self._here or self._recovery), default="")
         if cap in ("retry", "fewer"):
             return f"recovery={cap}: no rank is replaced"
         return self.offer.no_process or self.elsewhere(self.offer.others)

@@ -108,7 +108,7 @@ class Progress:
 
         A rank whose process is not stopped gets at least a minute: its save may hold the GIL.
         """
-        if self._was_suspended(now):
+        if self.was_suspended(now):
             return frozenset()
         limit, found = max(self.limit or FLOOR, SILENT), set[int]()
         for rank, track in self._by_heard.items():
@@ -118,9 +118,24 @@ class Progress:
                 found.add(rank)
         return frozenset(found)
 
+    def standing_still(self, now: float, stopped: frozenset[int], limit: float) -> frozenset[int]:
+        """Ranks that have been stopped for `limit` seconds; or have said nothing for much longer, as on another host.
+
+        What a start does may hold the GIL for minutes, and with it the heartbeats.
+        """
+        if self.was_suspended(now):
+            return frozenset()
+        longest, found = max(limit, self.limit, OUTSIDE_FLOOR), set[int]()
+        for rank, track in self._by_heard.items():
+            if now - track.heard <= limit:
+                break  # so are all behind it
+            if rank in stopped or now - track.heard > longest:
+                found.add(rank)
+        return frozenset(found)
+
     def hung(self, now: float, stopped: frozenset[int]) -> frozenset[int]:
         """The culprits, once no rank has made progress for too long; all ranks when none stands out."""
-        if self._was_suspended(now) or not self._started or self._in_time(self._witness, now):
+        if self.was_suspended(now) or not self._started or self._in_time(self._witness, now):
             return frozenset()
         started = {r: t for r, t in self._tracks.items() if t.phase != "start"}
         self._witness = max(started.values(), key=lambda track: track.moved + self._allowed(track))
@@ -143,7 +158,8 @@ class Progress:
     def _away(self, now: float) -> bool:
         return self._looked is not None and now - self._looked >= SUSPENDED
 
-    def _was_suspended(self, now: float) -> bool:
+    def was_suspended(self, now: float) -> bool:
+        """Whether nobody has looked for a while: what seemed to stand still then says nothing."""
         away, self._looked = self._away(now), now
         if not away:
             return False

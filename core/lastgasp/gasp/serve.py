@@ -186,6 +186,14 @@ class ControllerThread:
         machine = found.machine if found is not None else None
         return machine.incarnation + 1 if isinstance(machine, Ladder) and machine.wanted else None
 
+    def nobody_comes(self, attempt: int) -> bool:
+        """Its ranks were to enter again in place, and so many have ended meanwhile that none will join."""
+        found, ended = self._controller.attempt, self._controller.not_replaced
+        if found is None or found.hello.attempt != attempt or not isinstance(found.machine, Ladder):
+            return False  # another leader answers it
+        again = found.machine.again
+        return again is not None and again.in_vain(found.hello.world_size, ended)
+
     def awaits_offer(self, attempt: int) -> bool:
         """Its ranks may be entered again in place, and nobody has said what can be done for that."""
         found = self._attempt(attempt)

@@ -278,7 +278,7 @@ class GaspAgent(LocalElasticAgent):
                 return True
             over = self._attempt.over_for()
             waits = self._running(worker_group) or (failed and self._in_place.undecided)
-            if not waits or (over is not None and over > LEAVE):
+            if not waits or (over is not None and over > LEAVE) or self._in_place.nobody_comes:
                 return False
             time.sleep(POLL)
         if self._running(worker_group):

@@ -91,6 +91,12 @@ class LaunchAttempt:
             return self.controller.over_for(self.number)
         return None if self.keeper is None else self.keeper.over_for(self.number)
 
+    def ended(self) -> bool:
+        """Whether the recovery is over, and nobody goes on in place, as far as this node knows."""
+        if self.controller is not None:
+            return self.controller.last_ending(self.number) not in ("", "in_place")
+        return self.over_for() is not None
+
     def progressed(self, refused: bool = False) -> bool:
         """A new step was completed.
 

@@ -221,6 +221,23 @@ class InPlace:
         agreed = keeper.agreed
         return agreed is None or agreed.attempt != attempt.number or agreed.ending in ("in_place", "open")
 
+    @property
+    def nobody_comes(self) -> bool:
+        """The new processes of this host would wait in vain: those that were to enter with them have ended since, or
+        the others save for a restart."""
+        attempt = self._attempt
+        if attempt.controller is not None and attempt.controller.nobody_comes(attempt.number):
+            return True
+        if not self._new or not attempt.ended():
+            return False
+        ranks = [worker.global_rank for worker in self._group.workers]
+        running = {rank for rank in ranks if self._process(rank).poll() is None}
+        return running <= self._new and not any(self._joined(rank) for rank in running)
+
+    def _joined(self, rank: int) -> bool:
+        entry = self._attempt.desk.entries.get(rank)  # else it is its predecessor's
+        return entry is not None and entry.pid == self._process(rank).pid
+
     def replaced(self, failed: dict[int, str]) -> bool:
         """Give each dead rank a new process, if that was agreed on.
 
@@ -289,12 +306,19 @@ class InPlace:
             again = self._agreed()
             self._report(rank, how, again.incarnation if again is not None else 0)
         else:  # its connection ends as well, but does not tell how
-            self._report(rank, how, self._done)
+            self._report(rank, how, self._of(rank))
 
     def report_exits(self, failed: Mapping[int, str]) -> None:
         """Workers have ended before any rank of this host has joined: other hosts' ranks would wait for them."""
         for rank, how in failed.items():
             self._report(rank, how, self._done)
+
+    def _of(self, rank: int) -> int:
+        """Of which incarnation a process is that has ended: of the newest one, unless that replaces it."""
+        again = self._agreed()
+        if again is None or again.members:
+            return self._done
+        return again.incarnation - (rank in self._needed(again))
 
     def _report(self, rank: int, how: str, incarnation: int) -> None:
         attempt = self._attempt

@@ -12,8 +12,8 @@ from lastgasp.checkpoint.retention import prune
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig
 from lastgasp.errors import ControlError, DeadlineExceeded, LastgaspError
-from lastgasp.gasp.attempt import GATHER_TIMEOUT
 from lastgasp.gasp.by_files import gather_saved
+from lastgasp.gasp.gathers import GATHER_TIMEOUT
 from lastgasp.pytorch.io import save_verified
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.parts import under_join
