@@ -67,8 +67,8 @@ def cases() -> Iterator[Case]:
     yield Case(LOOP, ("sigkill,1,8,backward",), more=("--arena", "every 5"), begun=(5,), lost=3)
     for job, shape, ranks, fault in OTHER_SHAPES:
         yield Case(job, (fault,), shape, ranks)
-    for rank in (0, 3):  # its replica has completed that step, and the new process begins with what that one has
-        yield Case(LOOP, (f"sigkill,{rank},8,update",), "hybrid", 4, begun=(9,))
+    for rank in (0, 3):  # where its replica has completed that step, the new process begins with what that one has
+        yield Case(LOOP, (f"sigkill,{rank},8,update",), "hybrid", 4, replica=True)
 
 
 def marks(case: Case) -> tuple[Any, ...]:
