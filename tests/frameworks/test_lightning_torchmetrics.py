@@ -173,7 +173,7 @@ class WithHistory(MeanMetric):
 
 def test_what_is_not_kept_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 6, model=Large)
-    assert "without what they had in this epoch: history, large, long" in caplog.text
+    assert "without what they had in this epoch: history.history, large, long" in caplog.text
 
 
 # -- several ranks ------------------------------------------------------------------------------------------

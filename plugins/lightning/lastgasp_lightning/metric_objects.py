@@ -127,13 +127,13 @@ class OwnObjects(PerStep):
         return _encode(msgspec.structs.replace(_decode(found), behind=True))
 
     def unsaved(self) -> list[str]:
-        """Names of metrics that have accumulated what is not kept; not those that a validation logs: it is done again.
+        """Names of metrics (and of their attributes) that hold what is not kept; not of those that a validation logs.
 
         Of those that the module has had since training began, as of the newest step.
         """
         results = self._epoch.val_loop._results.values()
         validated = {id(one.value) for one in results if not one.is_tensor}
-        found = {*self._left, *(one.name for one in self._metrics.values() if one.changed_others())}
+        found = {*self._left, *(name for one in self._metrics.values() for name in one.changed_others())}
         for name, metric in metrics_of(self._module):
             known = self._metrics.get(name)
             if known is None or known.metric is not metric:
@@ -229,12 +229,11 @@ class _One:
         """It may have accumulated something."""
         return self._wraps or bool(self.attributes["_update_count"])
 
-    def changed_others(self) -> bool:
-        """It has attributes of other types that have changed, or others than when training began."""
-        attributes = self.attributes
-        if attributes.keys() != self._keys:
-            return True
-        return any(_print(attributes[key]) != was for key, was in self._others.items())
+    def changed_others(self) -> list[str]:
+        """Names of attributes of other types that have changed, and of those that are new, since training began."""
+        now = {key: _print(value) for key, value in self.attributes.items() if key in self._others}
+        changed = [key for key, was in self._others.items() if now.get(key) != was]
+        return [f"{self.name}.{key}" for key in (*changed, *(self.attributes.keys() - self._keys))]
 
 
 class _Growing:
