@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("lightning")
 
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import tensor
 
-from lastgasp_lightning.metrics import OwnAccumulators, as_logged, decode_own, of_a_new_rank, with_others
+from lastgasp_lightning.metrics import OwnAccumulators, as_first, decode_own, logged_alone, of_a_new_rank, with_others
+from lastgasp_lightning.saves import watched_alone
 
 
 def _log(results: Any, name: str, value: float, **options: Any) -> None:
@@ -94,7 +96,43 @@ def test_a_new_rank_adds_nothing_to_the_others() -> None:
     }  # fmt: skip
 
 
-def test_the_step_of_the_boundary_is_logged_as_it_was() -> None:
+def test_rank_0_logs_what_the_rank_did_that_was_0_before() -> None:
     rows = _rows(3.0)
-    as_logged(rows, _rows(1.0, 7.0))
-    assert _by_name(rows)["loss"] == [6.0, 2.0, 7.0]
+    as_first(rows, _rows(1.0, 7.0))
+    assert _by_name(rows) == {**_by_name(_rows(3.0)), "loss": [16.0, 4.0, 7.0]}
+
+
+def test_what_rank_0_alone_had_accumulated_is_not_lost_with_it() -> None:
+    rows: list[dict[str, Any]] = []
+    as_first(rows, _rows(1.0, 7.0))
+    assert _by_name(rows) == {"loss": [16.0, 4.0, 7.0]}
+
+
+def _watching(*callbacks: Any, ranks: int = 2) -> Any:
+    """A Trainer of so many ranks, which have logged."""
+    train, val = _ResultCollection(training=True), _ResultCollection(training=False)
+    _log(train, "loss", 3.0, on_step=True, on_epoch=True)
+    _log(train, "shared", 3.0, on_step=False, on_epoch=True, sync_dist=True)
+    val.log("validation_step", "error", tensor(1.0), batch_size=2, on_step=False, on_epoch=True)
+    val.log("on_validation_epoch_end", "reduced", tensor(1.0), batch_size=2, on_step=False, on_epoch=True)
+    loop = SimpleNamespace(_results=train, val_loop=SimpleNamespace(_results=val))
+    return SimpleNamespace(world_size=ranks, callbacks=callbacks, fit_loop=SimpleNamespace(epoch_loop=loop))
+
+
+def test_what_each_rank_watches_for_itself_is_known() -> None:
+    best, none_yet = ModelCheckpoint(monitor="error"), ModelCheckpoint(monitor="loss")
+    best.best_k_models = {"a.ckpt": tensor(1.0)}
+    others = [EarlyStopping(monitor=name) for name in ("loss_epoch", "shared", "reduced")]
+    expected = [("error", "ModelCheckpoint"), ("loss_epoch", "EarlyStopping")]
+    assert watched_alone(_watching(best, none_yet, *others)) == expected
+    assert watched_alone(_watching(best, *others, ranks=1)) == []
+
+
+def test_which_loader_is_watched_is_part_of_the_name() -> None:
+    trainer = _watching()
+    trainer.fit_loop.epoch_loop.val_loop._results.dataloader_idx = 1
+    trainer.fit_loop.epoch_loop.val_loop._results.log(
+        "validation_step", "of", tensor(1.0), batch_size=2, on_step=False, on_epoch=True
+    )
+    found = logged_alone(trainer)
+    assert "of/dataloader_idx_1" in found and "of" not in found

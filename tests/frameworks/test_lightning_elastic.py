@@ -118,6 +118,16 @@ def test_a_resumed_fit_uses_each_sample_once(tmp_path: Path) -> None:
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
 
 
+def test_what_a_rank_accumulates_for_itself_does_not_depend_on_how_many_ranks_there_are(tmp_path: Path) -> None:
+    model = Net()
+    model.options = {"on_step": True, "on_epoch": True}
+    fit(tmp_path / "d", model, logger=CSVLogger(tmp_path / "logs"), max_epochs=1)
+    rows = logged.rows(tmp_path / "logs")
+    steps = [float(row["loss_step"]) for row in rows if "loss_step" in row]
+    [found] = [float(row["loss_epoch"]) for row in rows if "loss_epoch" in row]
+    assert found == pytest.approx(sum(steps) / 3)
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "field"),
     [

@@ -52,10 +52,10 @@ from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.enters import Enters
 from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.logversions import leave
-from lastgasp_lightning.metrics import is_summed
+from lastgasp_lightning.metrics import is_own, is_summed
 from lastgasp_lightning.metrics_again import LOST_OBJECTS, accumulated
 from lastgasp_lightning.ranks import connect, is_sharded_by
-from lastgasp_lightning.resume import LOST, extra_of, logged
+from lastgasp_lightning.resume import LOST, LOST_ALONE, extra_of, logged
 from lastgasp_lightning.state import KEY
 from lastgasp_lightning.tuner import is_smoke_test
 from lastgasp_lightning.unsharded import cannot_shard_again
@@ -284,6 +284,8 @@ class LightningAgain(AgainHere):
                 self.run.session.note(LOST.format(", ".join(map(str, sorted(left)))))
             if left and first is not None and accumulated(extra_of(first).objects):
                 self.run.session.note(LOST_OBJECTS.format(", ".join(map(str, sorted(left)))))
+            if left and first is None and any(is_own(row) for row in record["results"]):
+                self.run.session.note(LOST_ALONE)
         return super().renumbered(checkpoint, again)
 
     def changed(self) -> str:

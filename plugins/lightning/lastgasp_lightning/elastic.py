@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn import SyncBatchNorm
+from torchmetrics import Metric
 
 from lastgasp.adapter import ConfigError, UsageError
 from lastgasp.adapter.torch import ElasticLoader, GlobalBatch, as_rank
@@ -54,7 +55,7 @@ class ElasticSteps:
         self.found_rigid: Callable[[str], object] = str
         self._marks: dict[int, dict[str, Any]] = {}
         self._step: GlobalBatch | None = None
-        self._within = False
+        self._within = self._is_first = False
         self._undo: list[Undo] = []
 
     def adopt(self, loaders: list[Any]) -> None:
@@ -163,6 +164,9 @@ class ElasticSteps:
             given = {**dict(zip(_LOG, args, strict=False)), **options} if self._within else {}
             if given.get("sync_dist") and given.get("on_step") is not False:
                 raise UsageError(NOT_TOGETHER.format(name="self.log(..., on_step=True, sync_dist=True)"))
+            own = not given.get("sync_dist") and not isinstance(given.get("value"), Metric)
+            if self._within and own and not self._is_first:
+                return None  # else a mean over the epoch would depend on how many ranks there are
             return original(*args, **options)
 
         return log
@@ -198,11 +202,11 @@ class ElasticSteps:
         """
         logs, results = self._trainer._logger_connector, self._trainer._results
         first_iteration, found = logs._first_loop_iter, None
-        step.loaded.reverse()  # what rank 0 logs last in a step is of the same micro-batch, however many it does
+        step.loaded.reverse()  # what is logged, and is not of all ranks, is of the first one, however many it does
         if closure._zero_grad_fn is not None:  # before the loader looks: an update may have been skipped by the scaler
             closure._zero_grad_fn()
         for batch, one in zip(step, step.loaded, strict=True):
-            self._within = True
+            self._within, self._is_first = True, one is step.loaded[-1]
             try:
                 with as_rank(one.number, step.micros):
                     result = self._micro_batch(batch, closure, run)

@@ -166,6 +166,26 @@ def is_summed(row: dict[str, Any]) -> bool:
     return bool(row["sync"][0] and row["meta"]["on_epoch"])
 
 
+def logged_alone(trainer: Any) -> set[str]:
+    """Names under which callbacks find what the steps of training and validation log without `sync_dist`.
+
+    What hooks log at the end of an epoch is left out: mostly they have reduced it themselves.
+    """
+    loop, found = trainer.fit_loop.epoch_loop, set()
+    for one in (*(loop._results or {}).values(), *(loop.val_loop._results or {}).values()):
+        meta = one.meta
+        if one.is_tensor and not meta.sync.should and meta.fx in ("training_step", "validation_step"):
+            which = f"/dataloader_idx_{meta.dataloader_idx}"
+            whose = which if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
+            found |= {meta.name + kind + whose for kind in ("", "_step", "_epoch")}
+    return found
+
+
+def is_own(row: dict[str, Any]) -> bool:
+    """Whether each rank accumulates for itself over the epoch."""
+    return bool(row["meta"]["on_epoch"] and not row["sync"][0])
+
+
 def with_others(rows: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """A rank's accumulators, and in them those of ranks that are missing, where all are reduced to one."""
     own = {row["key"]: row for row in rows if is_summed(row)}
@@ -178,12 +198,19 @@ def with_others(rows: list[dict[str, Any]], others: Iterable[list[dict[str, Any]
     return rows
 
 
-def as_logged(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> None:
-    """Have rank 0 log of the step of the boundary what the rank did that was 0 before: it is logged once more."""
-    before = {row["key"]: row["states"].get("_forward_cache") for row in first}
-    for row in rows:
-        if (value := before.get(row["key"])) is not None:
-            row["states"]["_forward_cache"] = value
+def as_first(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> None:
+    """Have rank 0, which logs, go on with what the rank had that was 0 before.
+
+    That is what it did in the step of the boundary, which is logged once more, and all that it had accumulated
+    alone.
+    """
+    for one in first:
+        row = next((row for row in rows if row["key"] == one["key"]), None)
+        if row is None:
+            rows += [] if is_summed(one) else [one]
+            continue
+        names = ("_forward_cache",) if is_summed(row) else _STATES
+        row["states"].update({name: one["states"][name] for name in names if name in one["states"]})
 
 
 def of_a_new_rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

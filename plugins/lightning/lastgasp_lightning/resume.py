@@ -36,7 +36,7 @@ from lastgasp_lightning.extra import Extra, split_extra
 from lastgasp_lightning.made_up import make_up_saves, not_there, skip_second_save
 from lastgasp_lightning.metric_objects import metrics_of
 from lastgasp_lightning.metrics import (
-    as_logged,
+    as_first,
     decode_own,
     is_behind,
     is_summed,
@@ -50,9 +50,13 @@ from lastgasp_lightning.tuner import set_found
 
 log = logging.getLogger("lastgasp")
 
+LOST_ALONE = ("what self.log had accumulated in this epoch on rank 0 without sync_dist is lost: loggers, and what "
+              "watches it there, get that of another rank")  # fmt: skip
 LOST = "what self.log had accumulated in this epoch on rank {} is lost: what is reduced over all ranks leaves it out"
 BEHIND = ("the epoch's values of {} on rank {} lack what was logged behind the update of step {}: it was killed "
           "before it came to that")  # fmt: skip
+_ALONE = ("{} watches {!r}, which each rank logs for itself: ranks go on with the best values of one of them, and may "
+          "save or stop at other steps than without the fault. Log it with sync_dist=True")  # fmt: skip
 _ENDS = "training ends with step %d, as it was to: trainer.should_stop was set there"
 _TRAINS_ON = ("an earlier job has ended with step %d because trainer.should_stop was set; this is another job, and "
               "trains on from there. If training was to end there, do not start it again")  # fmt: skip
@@ -190,6 +194,8 @@ class Resume:
         loaded = trainer.strategy.broadcast(saved_by(str(trainer.ckpt_path or "")))  # all do the same
         here = {(job, record["step"]) for job in (self.job, loaded[0])}
         skip_second_save(trainer, record, here)
+        for name, kind in record.get("watched_alone", ()) if trainer.world_size > 1 else ():
+            self._note(_ALONE.format(kind, name))
         if missing := not_there(trainer, record):
             self._note(missing)
         _start_averaging(trainer)
@@ -253,7 +259,7 @@ class Resume:
             self._note(f"the epoch's accumulators of self.log on rank {trainer.global_rank} are those of another rank")
         if "elastic" in record and trainer.is_global_zero:
             rows = with_others(rows, [decode_own(one.accumulators) for one in _gone(record, trainer.world_size)])
-            as_logged(rows, decode_own(_first(record).accumulators))
+            as_first(rows, decode_own(_first(record).accumulators))
         if is_behind(self._own.accumulators):
             self._note(BEHIND.format("self.log", trainer.global_rank, record["step"]))
             keys = {row["key"] for row in rows}

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lastgasp_lightning.compat import Undo, replace_method
+from lastgasp_lightning.metrics import logged_alone
 
 
 class Saves:
@@ -19,7 +20,7 @@ class Saves:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._callbacks = model_checkpoints(trainer)
+        self._trainer, self._callbacks = trainer, model_checkpoints(trainer)
         self._before: dict[str, dict[str, Any]] = {}
 
     def install(self) -> Undo:
@@ -53,9 +54,26 @@ class Saves:
             "saved_steps": {one.state_key: one._last_global_step_saved for one in found},
             "saved_paths": {one.state_key: str(one._last_checkpoint_saved) for one in found},
             "deferred_saves": [one.state_key for one in found if getattr(one, "_defer_save_until_validation", False)],
+            "watched_alone": watched_alone(self._trainer),
         }
 
 
 def model_checkpoints(trainer: Any) -> list[Any]:
     """All of them."""
     return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def watched_alone(trainer: Any) -> list[tuple[str, str]]:
+    """What is watched for the best value, and by whom, although each rank logs a value of its own.
+
+    Each rank has a state of such a callback then, and Lightning saves or stops by what all of them say. Checkpoints
+    have one of these states.
+    """
+    if trainer.world_size == 1:
+        return []
+    alone, found = logged_alone(trainer), []
+    for one in trainer.callbacks:
+        seen = bool(one.best_k_models) if isinstance(one, ModelCheckpoint) else isinstance(one, EarlyStopping)
+        if seen and one.monitor in alone:
+            found.append((one.monitor, type(one).__name__))
+    return found
