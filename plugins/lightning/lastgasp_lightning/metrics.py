@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 
 _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
            "dataloader_idx", "metric_attribute")  # fmt: skip
+_STEPS = ("training_step", "validation_step")
 _STATES = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 
 _LENGTH, _BEHIND = struct.Struct("<I"), 1 << 31
@@ -174,7 +175,7 @@ def logged_alone(trainer: Any) -> set[str]:
     loop, found = trainer.fit_loop.epoch_loop, set()
     for one in (*(loop._results or {}).values(), *(loop.val_loop._results or {}).values()):
         meta = one.meta
-        if one.is_tensor and not meta.sync.should and meta.fx in ("training_step", "validation_step"):
+        if one.is_tensor and not meta.sync.should and meta.fx.partition(".")[0] in _STEPS:
             which = f"/dataloader_idx_{meta.dataloader_idx}"
             whose = which if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
             found |= {meta.name + kind + whose for kind in ("", "_step", "_epoch")}
