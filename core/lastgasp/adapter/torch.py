@@ -61,6 +61,7 @@ from lastgasp.pytorch.position import (
     position_of,
     register_loader,
 )
+from lastgasp.pytorch.position.loaders import runs_workers, start_workers
 from lastgasp.pytorch.prefetched import PrefetchedData, PrefetchedPosition
 from lastgasp.pytorch.processgroups import key_of, process_groups
 from lastgasp.pytorch.queued import QueuedWork
@@ -168,9 +169,11 @@ __all__ = [
     "replace",
     "restore_aux",
     "rng",
+    "runs_workers",
     "save_verified",
     "split_trailer",
     "stage",
+    "start_workers",
     "users_parts",
     "values_of",
     "watch_replicas",

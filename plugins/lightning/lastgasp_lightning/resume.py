@@ -26,6 +26,7 @@ from lastgasp.adapter.torch import (
     own_aux,
     patch_group,
     restore_aux,
+    start_workers,
 )
 from lastgasp_lightning.boundary_form import patch_groups, set_batch_progress
 from lastgasp_lightning.buckets import restore_layout
@@ -223,6 +224,7 @@ class Resume:
         if isinstance(ddp := trainer.strategy.model, DistributedDataParallel) and self._state.per_rank_buffers:
             ddp.require_forward_param_sync = False  # else its first forward pass gives all ranks those of rank 0
         if self._aux is not None:
+            validate_again(trainer, record)
             restore_aux(self._aux, self._state._devices(), with_averages(trainer))
         if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
             self._note("the masks of ModelPruning are in no checkpoint of Lightning's: weights that were pruned are "
@@ -295,6 +297,22 @@ def _gone(record: dict[str, Any], world_size: int) -> list[Extra]:
 def _first(record: dict[str, Any]) -> Extra:
     """Of rank 0, where that is a rank that there is no more."""
     return Extra(b"", *record.get("left", {}).get("first", ()))
+
+
+def validate_again(trainer: Any, record: dict[str, Any]) -> None:
+    """Have persistent workers of validation loaders run, as they did at the boundary if training had validated.
+
+    Call it before random states are restored.
+    """
+    loop, counted = trainer.fit_loop.epoch_loop.val_loop, record["loops"].get("epoch_loop.val_loop.batch_progress", {})
+    if not (trainer.num_sanity_val_steps or counted.get("current", {}).get("ready")) or not trainer.enable_validation:
+        return
+    if loop._combined_loader is None:
+        trainer.validating = True
+        loop.setup_data()
+        trainer.training = True
+    for loader in loop._combined_loader.flattened if loop._combined_loader is not None else ():
+        start_workers(loader)
 
 
 def logged(checkpoint: dict[str, Any]) -> bytes:

@@ -32,7 +32,29 @@ from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-_KEPT = ("seconds", "step", "last", "in_epoch", "control", "callbacks", "sums")
+_KEPT = ("seconds", "step", "last", "in_epoch", "control", "callbacks", "sums", "evaluated")
+
+
+_STARTS = ("an evaluation starts persistent workers of its data loader once more, for which the process draws a random "
+           "number: those from there on are other ones than without the fault")  # fmt: skip
+
+
+def evaluated(trainer: Any) -> list[str]:
+    """Names of the evaluation loaders that Trainer keeps, with their workers, and has iterated."""
+    if not getattr(trainer.args, "dataloader_persistent_workers", False):
+        return []
+    kept = getattr(trainer, "_eval_dataloaders", {}).items()
+    return [name for name, one in kept if shared.runs_workers(one)]
+
+
+def evaluate_again(trainer: Any, names: list[str]) -> bool:
+    """Have the same loaders, with their workers, in this process. Returns whether it has all of them."""
+    try:
+        for name in names:
+            shared.start_workers(trainer.get_eval_dataloader(None if name == "eval" else name))
+    except (ValueError, KeyError, TypeError):  # given to `evaluate` itself
+        return False
+    return True
 
 
 def inner_of(optimizer: Any) -> Any:
@@ -197,6 +219,7 @@ class Training(adapter.Training):
             "callbacks": [(type(one).__name__, one.state()) for one in self._exportable()],
             "sums": {name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)},
             "torch": self.state.snapshot(self.step, 0),
+            "evaluated": evaluated(trainer),
         }
         if self._unsaved_data.new:
             self._unsaved_data.look_at(self.loaders)
@@ -343,6 +366,8 @@ class Training(adapter.Training):
             self._session.note(missing)
         if own is None:
             return None
+        if record.get("evaluated") and not evaluate_again(trainer, record["evaluated"]):
+            self._session.note(_STARTS)
         aux = shared.decode_aux(own)
         shared.restore_aux(aux, self.state.devices(), self.state.container)
         mine = found_in(aux.extra) if self.seats is None else self.seats.begin(record)

@@ -233,6 +233,22 @@ def makers(loader: Any) -> list[Any]:
     return [index_sampler(loader), loader.generator, *ours]
 
 
+def start_workers(loader: Any) -> None:
+    """Start persistent workers, as they ran already where training had iterated this loader before.
+
+    Their start takes a random number of the process, and only the first pass over the loader starts them: restore the
+    random state behind it.
+    """
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate's
+    if isinstance(loader, DataLoader) and loader.num_workers and loader.persistent_workers and not runs_workers(loader):
+        DataLoader.__iter__(loader)
+
+
+def runs_workers(loader: Any) -> bool:
+    """Whether this loader has started workers that live on."""
+    return getattr(getattr(loader, "base_dataloader", loader), "_iterator", None) is not None
+
+
 def encoded(state: Any) -> bytes:
     """`state` as `pickle.loads` reads it; tensors without torch's storages, whose pickling takes milliseconds."""
     out = io.BytesIO()
