@@ -307,7 +307,7 @@ def validate_again(trainer: Any, record: dict[str, Any]) -> None:
     loop, counted = trainer.fit_loop.epoch_loop.val_loop, record["loops"].get("epoch_loop.val_loop.batch_progress", {})
     if not (trainer.num_sanity_val_steps or counted.get("current", {}).get("ready")) or not trainer.enable_validation:
         return
-    if loop._combined_loader is None:
+    if loop._combined_loader is None and not trainer.reload_dataloaders_every_n_epochs:
         trainer.validating = True
         loop.setup_data()
         trainer.training = True
