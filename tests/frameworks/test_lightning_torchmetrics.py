@@ -303,6 +303,30 @@ def test_nothing_is_encoded_twice_and_every_change_is_seen() -> None:
     assert own.encode() is seen[-1] == seen[0]
 
 
+class Odd(MeanMetric):
+    """What it holds besides cannot be shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.besides = [Unshown()]
+
+
+class Unshown:
+    """Of a user's."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not here")
+
+
+def test_a_metric_that_is_like_no_other_costs_the_job_nothing() -> None:
+    module: Any = nn.ModuleDict({"odd": Odd(), "mean": MeanMetric()})
+    own = OwnObjects(trainer_of(module))
+    assert own.encode()
+    del vars(module["odd"])["_update_count"]
+    assert own.encode() == b"" and "odd" in own.unsaved()
+    assert own.known() == {"objects": True, "unsaved": own.unsaved()}
+
+
 def test_the_parts_of_the_extra_are_told_apart() -> None:
     for parts in ((b"a", b"", b""), (b"", b"b", b""), (b"a", b"b", b""), (b"", b"", b"cc"), (b"a", b"bb", b"ccc")):
         assert split_extra(b"at" + behind_position(*parts)) == Extra(b"at", *parts)

@@ -11,6 +11,7 @@ import logging
 import operator
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -101,7 +102,9 @@ class OwnObjects(PerStep):
         self._seen: tuple[list[Any], list[int]] = [], []
         self._growing: dict[tuple[str, str], _Growing] = {}
         self._left: list[str] = []
-        self._arrange()
+        self._metrics: dict[str, _One] = {}
+        self._links: list[tuple[dict[str, Any], str, nn.Module | None]] = [({}, "", self._module)]
+        self.encode()  # what attributes are as training begins
 
     def known(self) -> dict[str, Any]:
         """For the record of a checkpoint: whether the module has metrics (all ranks' has), and which are not kept."""
@@ -285,9 +288,10 @@ def _is_plain(value: Any) -> bool:
 
 def _print(value: Any) -> Any:
     """By which a change of a value can be seen, as far as that is cheap."""
-    if isinstance(value, list | dict | set | tuple):
-        return len(value), repr(value) if len(value) <= 64 else id(value)
-    return id(value)
+    if isinstance(value, list | dict | set | tuple) and len(value) <= 64:
+        with suppress(Exception):  # of something of the user's in it
+            return repr(value)
+    return id(value), len(value) if isinstance(value, list | dict | set) else 0
 
 
 def _numbers(value: Any) -> Numbers | None:
