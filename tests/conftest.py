@@ -13,12 +13,23 @@ from hypothesis import HealthCheck, settings
 from support.durations import family, note_durations, seconds
 from support.failures import note_failures
 from support.mindspore.importable import make_importable
-from support.police import cold, leak_police, places_of_its_own, prefork_images, restored_environ, restored_logging
+from support.police import (
+    childrens_signal,
+    cold,
+    leak_police,
+    places_of_its_own,
+    prefork_images,
+    restored_environ,
+    restored_logging,
+)
 from support.products import add_option, deselect_covered
 from support.shares import shares
 from support.surroundings import scrub
 
-__all__ = ["cold", "leak_police", "places_of_its_own", "prefork_images", "restored_environ", "restored_logging"]
+__all__ = [
+    "childrens_signal", "cold", "leak_police", "places_of_its_own", "prefork_images", "restored_environ",
+    "restored_logging",
+]  # fmt: skip
 
 pytest_plugins = ["pytester"]
 

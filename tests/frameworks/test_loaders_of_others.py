@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import multiprocessing
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,16 +20,10 @@ from lastgasp.pytorch import rng
 from lastgasp.pytorch.position import STREAM, WORKERS, position_of
 from lastgasp.pytorch.position.known import DatasetPosition, LitdataPosition, PipelinePosition, StreamingPosition
 
+pytestmark = pytest.mark.usefixtures("childrens_signal")
+
 STOPS = (1, 3, 5, 7, 10)
 SOME = (2, 5, 7)
-
-
-@pytest.fixture(autouse=True)
-def childrens_signal() -> Iterator[None]:
-    """DataLoader takes SIGCHLD for its workers, for good."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 def package(name: str) -> Any:

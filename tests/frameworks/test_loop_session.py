@@ -9,12 +9,10 @@ import gc
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from threading import Lock, Thread
@@ -53,14 +51,6 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What opens a session again stands for a script that was started again."""
     in_process(monkeypatch, NewProcesses())
-
-
-@pytest.fixture
-def childrens_signal() -> Iterator[None]:
-    """DataLoader takes SIGCHLD for its workers, for good."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 def tiny(width: int = 3) -> TorchState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -734,14 +733,6 @@ INEXACT = {
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What opens a session again stands for a script that was started again."""
     in_process(monkeypatch, NewProcesses())
-
-
-@pytest.fixture
-def childrens_signal() -> Iterator[None]:
-    """DataLoader takes SIGCHLD for its workers, for good."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.usefixtures("childrens_signal", "restored_environ")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("lightning")
 
 from torch.utils.data import DataLoader
 
-from frameworks.fit_rig import Job, Small, data, fit, seed, weights
+from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
+from lastgasp.fits import FITS
+from lastgasp.pytorch import Session, TorchState
+from lastgasp.pytorch.loop import other_workers
 
-pytestmark = [pytest.mark.usefixtures("restored_environ"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("restored_environ", "childrens_signal"), pytest.mark.timeout(300)]
 
 
 def lasting(size: int) -> DataLoader[Any]:
@@ -35,6 +40,46 @@ def test_a_validation_behind_a_resume_draws_what_it_has_drawn_before(sanity: int
         ends.append(weights(model))
     gc.collect()
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+
+
+def validating_loop(folder: Path, strike: int | None, drawn: dict[int, float], anew: bool) -> None:
+    """It validates behind every second step, with another loader, too, from the second epoch on."""
+    model = nn.Linear(4, 1)
+    state = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    validated, late = lasting(8), lasting(12)
+    with Session.open(folder, state=state) as s:
+        for epoch in s.epochs(3):
+            for number, _ in s.enumerate(DataLoader(data(), 8, num_workers=1)):
+                if s.step == strike:
+                    raise Boom
+                drawn[s.step] = torch.rand(1).item()
+                state.optimizers.items["optimizer"].step()
+                if number != 1:
+                    list(lasting(8) if anew else validated)
+                    list(late if epoch else ())
+
+
+@pytest.mark.parametrize(
+    ("strikes", "anew", "told"),
+    [((1, 2), False, 1), ((3,), False, 0), ((5, 8), False, 1), ((2, 5, 8), True, 2), ((3, 7), True, 0)],
+    ids=str,
+)
+def test_a_loop_that_validates_draws_the_same_behind_a_resume(
+    strikes: tuple[int, ...], anew: bool, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = []
+    for name, parts in (("straight", [None]), ("faulted", [*strikes, None])):
+        torch.manual_seed(7)
+        drawn: dict[int, float] = {}
+        other_workers.resume({})
+        for strike in parts:
+            FITS._last.clear()
+            with pytest.raises(Boom) if strike is not None else contextlib.nullcontext():
+                validating_loop(tmp_path / name, strike, drawn, anew)
+            gc.collect()
+        ends.append(drawn)
+    assert caplog.text.count("had been iterated once before") == told
+    assert (ends[0] == ends[1]) is not (anew and told > 0) and len(ends[0]) == 9
 
 
 def test_an_evaluation_of_trainers_behind_a_resume_draws_what_it_has_drawn_before(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -43,16 +42,10 @@ from lastgasp.pytorch.position.loaders import StreamPosition
 from lastgasp.pytorch.position.records import MAGIC, EpochRecord, decode_epoch
 from lastgasp.pytorch.prefetched import PrefetchedData
 
+pytestmark = pytest.mark.usefixtures("childrens_signal")
+
 STOPS = range(1, 11)
 SOME = (2, 5, 7, 10)
-
-
-@pytest.fixture(autouse=True)
-def childrens_signal() -> Iterator[None]:
-    """DataLoader takes SIGCHLD for its workers, for good."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 class Numbers(Dataset[float]):

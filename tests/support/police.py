@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -79,6 +80,14 @@ def cold(request: pytest.FixtureRequest) -> Iterator[None]:
     prefork.images.on = before and request.node.get_closest_marker("cold") is None
     yield
     prefork.images.on = before
+
+
+@pytest.fixture
+def childrens_signal() -> Iterator[None]:
+    """DataLoader takes SIGCHLD for its workers, for good."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.fixture

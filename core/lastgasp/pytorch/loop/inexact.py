@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lastgasp.errors import CheckpointError
+from lastgasp.pytorch.loop import other_workers
 from lastgasp.pytorch.loop.data_pass import DataPass, weakly
 from lastgasp.pytorch.position import CHANGED, STATEFUL, WORKERS
 
@@ -67,6 +68,7 @@ class Inexact:
         self._rank, self._note, self._stays = rank, note, stays
         self._told: set[str] = set()
         self._first: Callable[[], Any] | None = None
+        other_workers.watch()
 
     def counts(self, loader: Any, counted: bool, used: bool) -> None:
         """A pass begins.
@@ -75,6 +77,7 @@ class Inexact:
             counted: it is the first one of an epoch that `s.epochs` has not begun.
             used: somebody uses the numbers of epochs.
         """
+        other_workers.given(loader)
         if not (counted or self._first is None):
             return
         before = self._first() if self._first is not None else None

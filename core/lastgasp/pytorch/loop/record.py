@@ -18,6 +18,7 @@ from lastgasp.errors import CheckpointError, CheckpointMismatch
 from lastgasp.pytorch.aux_state import AuxRecorder, AuxState, decode_aux, extra_of, own_aux, without_buffers
 from lastgasp.pytorch.buckets import BucketLayout, Layout, rebuild
 from lastgasp.pytorch.io import load_verified
+from lastgasp.pytorch.loop import other_workers
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.pytorch.loop.parts import ddp_of
 from lastgasp.pytorch.loop.position_record import about, position_only
@@ -85,6 +86,7 @@ def record_of(
         "small": {rank: data if per_rank else without_buffers(data) for rank, data in aux_states.items()},
         "buckets": dict(buckets),
         "notes": notes,
+        "workers": other_workers.running(),
     }
 
 
@@ -148,6 +150,7 @@ def aux_of(record: Mapping[str, Any], place: Place, path: str, note: Callable[[s
     for text in record["notes"] if place.rank == 0 else ():
         if text not in there:
             log.warning("%s: %s", path, text)
+    other_workers.resume(record.get("workers", {}), note)
     own = own_aux(record, place.rank, place.world_size, note)
     return decode_aux(own) if own is not None else None
 
@@ -172,6 +175,7 @@ class Buckets:
 
     def look(self) -> None:
         """At the end of a step."""
+        other_workers.step_over()
         for one in self._looks.values():
             one.look()
 

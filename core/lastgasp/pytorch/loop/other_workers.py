@@ -1,0 +1,145 @@
+"""Persistent workers of data loaders that a loop does not give to `s.batches`, such as one that it validates with.
+
+The first pass over such a loader starts them, and takes a random number of the process for it, unless the loader has a
+generator of its own. Behind a resume a new process starts them once more: where they had run at the boundary, what
+their start takes is put back, and random numbers are those of a run without a fault. A loader that was made anew for
+each pass takes a number each time, behind a resume too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+ONCE = (
+    "a DataLoader with persistent_workers that is not given to s.batches ({}) had been iterated once before the step "
+    "that this run resumes from: it is taken for the one that is iterated now. Where the loop makes a new one for each "
+    "pass, random numbers from here on are other ones: give it generator=torch.Generator()"
+)
+_WRAPS = ("base_dataloader", "_dataloader")
+"""Where the wrappers of accelerate and Fabric have theirs."""
+
+
+class Ran(NamedTuple):
+    """Of one kind of loader, at a boundary: how often workers were started, and how many such loaders live on."""
+
+    starts: int
+    lasting: int
+
+
+_given: weakref.WeakSet[Any] = weakref.WeakSet()
+_passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_starts: Counter[str] = Counter()
+_due: Counter[str] = Counter()
+_at_boundary: dict[str, Ran] = {}
+_changed = False
+_unsure: set[str] = set()
+_tell: Callable[[str], object] = str
+
+
+def watch() -> None:
+    """From now on count the starts of workers, and passes. Idempotent."""
+    if not hasattr(_BaseDataLoaderIter.__init__, "_lastgasp"):
+        _BaseDataLoaderIter.__init__ = _started(_BaseDataLoaderIter.__init__)  # type: ignore[method-assign]
+        _BaseDataLoaderIter._reset = _begun(_BaseDataLoaderIter._reset)  # type: ignore[method-assign]
+
+
+def given(loader: Any) -> None:
+    """Leave this one out, whose start is that of a pass; call it before it is iterated."""
+    for one in (loader, *(vars(loader).get(name) for name in _WRAPS if hasattr(loader, "__dict__"))):
+        if isinstance(one, DataLoader):
+            _given.add(one)
+
+
+def step_over() -> None:
+    """Everything stands on a boundary."""
+    global _at_boundary, _changed
+    if _changed:
+        _changed = False
+        lasting = _lasting() + _due
+        for kind in _unsure:
+            lasting[kind] -= _due[kind]
+        _at_boundary = {kind: Ran(starts, lasting[kind]) for kind, starts in _starts.items()}
+
+
+def running() -> dict[str, tuple[int, int]]:
+    """What there was at the boundary, by kind of loader; for the record of a checkpoint."""
+    return {kind: (*ran,) for kind, ran in _at_boundary.items()}
+
+
+def resume(ran: Mapping[str, tuple[int, int]], tell: Callable[[str], object] = str) -> None:
+    """This process goes on from a boundary at which that had run, here or in another process.
+
+    Args:
+        tell: is told where random numbers may be other ones.
+    """
+    global _at_boundary, _tell
+    here, _tell = _lasting(), tell
+    _at_boundary = {kind: Ran(*counts) for kind, counts in ran.items()}
+    for known in (_starts, _due, _unsure):
+        known.clear()
+    for kind, (starts, lasting) in _at_boundary.items():
+        _starts[kind] = starts
+        _due[kind] = max(0, (lasting or int(starts == 1)) - here[kind])
+        if _due[kind] and not lasting:
+            _unsure.add(kind)
+
+
+def _lasting() -> Counter[str]:
+    return Counter(kind for one, passes in _passes.items() if passes > 1 and (kind := _kind(one)))
+
+
+def _started(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def started(self: Any, loader: Any, *args: Any, **options: Any) -> None:
+        global _changed
+        kind = _kind(loader)
+        again = bool(kind) and _due[kind] > 0
+        before = torch.get_rng_state() if again else None
+        original(self, loader, *args, **options)
+        if before is not None:
+            torch.set_rng_state(before)
+            _due[kind] -= 1
+            if kind in _unsure:
+                _unsure.discard(kind)
+                _tell(ONCE.format(kind))
+        elif kind:
+            _starts[kind] += 1
+        if kind:
+            _changed, _passes[loader] = True, int(again)
+
+    started._lastgasp = True  # type: ignore[attr-defined]
+    return started
+
+
+def _begun(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def begun(self: Any, loader: Any, *args: Any, **options: Any) -> None:
+        global _changed
+        if loader in _passes:
+            _changed = _changed or _passes[loader] < 2
+            _passes[loader] += 1
+        original(self, loader, *args, **options)
+
+    return begun
+
+
+def _kind(loader: Any) -> str:
+    """By which a loader is known in another process; empty for one whose start needs nothing."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers or not loader.persistent_workers:
+        return ""
+    if loader.generator is not None or loader in _given:
+        return ""
+    dataset: Any = loader.dataset
+    try:
+        size = f" of {len(dataset)}"
+    except Exception:  # a stream, or a length of the user's that is not known
+        size = ""
+    return f"{type(dataset).__qualname__}{size}, {loader.batch_size} by {loader.num_workers}"
