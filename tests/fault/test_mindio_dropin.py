@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from lastgasp.checkpoint import DirectoryLayout, candidates, verify
 from lastgasp.events import Incident, decode_incident
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support.launchers import until
+from support.launchers import Running, until
 from support.matrix import References
 from support.mindio.job import DropInJob, Note
 from support.together import killed_together
@@ -212,7 +214,8 @@ def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(
     faults = ";".join(fault("sigstop" if two else "sigkill", rank, 5, "backward") for rank in lost)
     together = killed_together(tmp_path / "fired", len(lost) if two else 0)
     with together, job.running(faults, recover, warm=False, gate=GATE) as started:
-        until(lambda: started.output.count(STOPS) >= len(left), "missing ranks can be taken in")
+        with showing(started):
+            until(lambda: started.output.count(STOPS) >= len(left), "missing ranks can be taken in")
         job.go(GATE)
         assert started.code() == 0, started.output[-8000:]
     where = started.output[-8000:]
@@ -231,6 +234,15 @@ def test_the_job_goes_on_with_fewer_ranks_and_takes_them_in_again(
         down = [] if rank in lost else ["stop", "clean", "leave_out", "stop", "clean"]
         repairs = ["repair"] if rank in lost or (rank % 2 in shards and source_of(rank, lost)) else []
         assert called(job, rank) == [*down, "take_in", *repairs, "rollback"], rank
+
+
+@contextmanager
+def showing(started: Running) -> Iterator[None]:
+    """Whoever waits in vain shows what the job has said."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{started.output[-12000:]}") from None
 
 
 DOWN, UP = ("shrink", "in_place"), ("grow", "in_place")

@@ -46,7 +46,7 @@ def validating_loop(folder: Path, strike: int | None, drawn: dict[int, float], a
     """It validates behind every second step, with another loader, too, from the second epoch on."""
     model = nn.Linear(4, 1)
     state = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    validated, late = lasting(8), lasting(12)
+    validated, late = lasting(16), lasting(20)  # of no other test in this process
     with Session.open(folder, state=state) as s:
         for epoch in s.epochs(3):
             for number, _ in s.enumerate(DataLoader(data(), 8, num_workers=1)):
@@ -55,7 +55,7 @@ def validating_loop(folder: Path, strike: int | None, drawn: dict[int, float], a
                 drawn[s.step] = torch.rand(1).item()
                 state.optimizers.items["optimizer"].step()
                 if number != 1:
-                    list(lasting(8) if anew else validated)
+                    list(lasting(16) if anew else validated)
                     list(late if epoch else ())
 
 
@@ -68,6 +68,7 @@ def test_a_loop_that_validates_draws_the_same_behind_a_resume(
     strikes: tuple[int, ...], anew: bool, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = []
+    gc.collect()
     for name, parts in (("straight", [None]), ("faulted", [*strikes, None])):
         torch.manual_seed(7)
         drawn: dict[int, float] = {}
