@@ -248,6 +248,7 @@ def test_what_is_added_behind_the_update_is_told_as_lacking() -> None:
     mean, own, found = trainer.lightning_module["mean"], OwnObjects(trainer), []
     for value in (1.0, 2.0, 3.0):
         found.append(own.at(settled=False))
+        assert own.at(settled=False) is found[-1], "so that nothing is written twice"
         mean.update(value)
         own.at(settled=True)
     assert [restore_objects(rank_of()[0], one, alone)[2] for one in found] == [False, True, True]

@@ -83,6 +83,19 @@ def test_a_loop_that_validates_draws_the_same_behind_a_resume(
     assert (ends[0] == ends[1]) is not (anew and told > 0) and len(ends[0]) == 9
 
 
+class Compared(DataLoader[Any]):
+    """A user's: it cannot be a key of a dict."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_a_loader_that_compares_itself_is_left_alone() -> None:
+    other_workers.watch()
+    other_workers.given(loader := Compared(data(), 4, num_workers=1, persistent_workers=True))
+    assert len(list(loader)) == len(list(loader)) == 6
+
+
 def test_an_evaluation_of_trainers_behind_a_resume_draws_what_it_has_drawn_before(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="pip install '.[transformers]'")
     from transformers.trainer_utils import IntervalStrategy

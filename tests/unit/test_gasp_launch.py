@@ -397,22 +397,31 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     assert log == [f"close {signal.SIGTERM} 5"], "the launcher was asked to stop: no hold, the signal goes out"
 
 
+def holding(
+    monkeypatch: pytest.MonkeyPatch, codes: Mapping[int, object], undecided: bool = False, nobody_comes: bool = False
+) -> tuple[Any, list[float]]:
+    """An agent whose two ranks have ended so, or run; and its clock, which goes on by a second at each look."""
+    agent: Any = GaspAgent.__new__(GaspAgent)
+    now = [100.0]
+    agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()
+    nothing: Any = lambda *_: None  # noqa: E731
+    agent._in_place = SimpleNamespace(
+        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=undecided, nobody_comes=nobody_comes
+    )
+    monkeypatch.setattr(agent, "_codes", lambda group: codes)
+    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
+    monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
+    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
+    return agent, now
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_behind_a_training_that_all_have_ended_no_recovery_is_waited_for(
     left: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 1 has failed there, and rank 0 still writes its results; torch would stop it at once."""
-    agent, attempt, now = GaspAgent.__new__(GaspAgent), LaunchAttempt(number=0), [100.0]
-    agent._attempt, agent._worker_group = attempt, Group()  # type: ignore[assignment]
-    nothing: Any = lambda *_: None  # noqa: E731
-    agent._in_place = SimpleNamespace(  # type: ignore[assignment]
-        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=False, nobody_comes=False
-    )
-    monkeypatch.setattr(agent, "_codes", lambda group: {0: None, 1: 1})
-    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
-    monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
-    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
-    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
+    agent, now = holding(monkeypatch, {0: None, 1: 1})
     entries = {rank: signin.Entry(rank=rank, pid=7, hold=1.0, directory="", left=left) for rank in (0, 1)}
     monkeypatch.setattr(signin.Desk, "entries", entries)
     assert not agent._hold(agent._worker_group)
@@ -426,18 +435,8 @@ def test_a_host_whose_ranks_are_all_dead_is_one_that_has_ended_its_training_if_t
     left: bool, limit: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others may agree to replace them, which takes them as long as any recovery; no failure behind the end."""
-    agent, now = GaspAgent.__new__(GaspAgent), [100.0]
-    agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()  # type: ignore[assignment]
-    nothing: Any = lambda *_: None  # noqa: E731
-    agent._in_place = SimpleNamespace(  # type: ignore[assignment]
-        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=True, nobody_comes=False
-    )
-    monkeypatch.setattr(agent, "_codes", lambda group: {0: -9, 1: -9})
-    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
-    monkeypatch.setattr(LaunchAttempt, "hold_limit", lambda self: 1210.0)
-    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
-    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
-    agent._attempt.desk.entries.update({rank: SimpleNamespace(left=left) for rank in (0, 1)})  # type: ignore[misc]
+    agent, now = holding(monkeypatch, {0: -9, 1: -9}, undecided=True)
+    agent._attempt.desk.entries.update({rank: SimpleNamespace(left=left) for rank in (0, 1)})
     assert not agent._hold(agent._worker_group)
     assert limit <= now[0] - 100 < limit + 2
     assert "survivors" not in caplog.text, "there are none"
@@ -448,17 +447,8 @@ def test_new_processes_do_not_wait_for_survivors_that_have_ended(
     nobody: bool, waited: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 was to go on, and has ended as well; rank 1 is the new process, which meets nobody."""
-    agent, now = GaspAgent.__new__(GaspAgent), [100.0]
-    agent._attempt, agent._worker_group = LaunchAttempt(number=0), Group()  # type: ignore[assignment]
-    nothing: Any = lambda *_: None  # noqa: E731
-    agent._in_place = SimpleNamespace(  # type: ignore[assignment]
-        offer_in_time=nothing, report_exit=nothing, replaced=nothing, undecided=False, nobody_comes=nobody
-    )
-    monkeypatch.setattr(agent, "_codes", lambda group: {0: -9, 1: None})
-    monkeypatch.setattr(agent, "_pid", lambda group, rank: 7)
+    agent, now = holding(monkeypatch, {0: -9, 1: None}, nobody_comes=nobody)
     monkeypatch.setattr(LaunchAttempt, "over_for", lambda self: now[0] - 100)
-    monkeypatch.setattr("lastgasp.launch.agent._clock.monotonic", lambda: now[0])
-    monkeypatch.setattr("lastgasp.launch.agent.time.sleep", lambda seconds: now.append(now.pop() + 1))
     assert not agent._hold(agent._worker_group)
     assert now[0] - 100 == waited
 

@@ -36,7 +36,7 @@ class PerStep:
 
     def __init__(self, trainer: Any) -> None:
         self._epoch = trainer.fit_loop.epoch_loop
-        self._encoded = b""
+        self._encoded, self._without = b"", (b"", b"")
         self._unsettled: bytes | None = None
         self._more = False
 
@@ -47,7 +47,11 @@ class PerStep:
             self._unsettled = found
         elif self._unsettled is not None and self._unsettled is not found:
             self._more = True
-        return found if settled or not self._more or not found else self.behind(found)
+        if settled or not self._more or not found:
+            return found
+        if found is not self._without[0]:
+            self._without = found, self.behind(found)
+        return self._without[1]
 
     def behind(self, found: bytes) -> bytes:
         """The same values, without what was logged behind the update; empty: they are of no use."""
@@ -239,17 +243,22 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone()
 
 
+def entry_of(trainer: Any, how: dict[str, Any], *, is_tensor: bool) -> Any:
+    """A new entry of `self.log`, without its value; how: as `meta_of` says."""
+    meta = _Metadata(**how["meta"], reduce_fx=getattr(torch, how["reduce"]))
+    should, rank_zero_only = how["sync"]
+    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
+    entry = _ResultMetric(meta, is_tensor=is_tensor)
+    entry._update_count = 1
+    return entry
+
+
 def restore_results(trainer: Any, rows: list[dict[str, Any]]) -> None:
     """Restore the accumulators of `trainer`'s training loop."""
-    results = trainer.fit_loop.epoch_loop._results
+    results, device = trainer.fit_loop.epoch_loop._results, trainer.strategy.root_device
     for row in rows:
-        meta = _Metadata(**row["meta"], reduce_fx=getattr(torch, row["reduce"]))
-        should, rank_zero_only = row["sync"]
-        meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
-        metric = _ResultMetric(meta, is_tensor=True)
-        device = trainer.strategy.root_device
+        entry = entry_of(trainer, row, is_tensor=True)
         for name, value in row["states"].items():
-            setattr(metric, name, value.to(device))
-        metric._update_count = 1
-        metric.has_reset = row["has_reset"]
-        results[row["key"]] = metric
+            setattr(entry, name, value.to(device))
+        entry.has_reset = row["has_reset"]
+        results[row["key"]] = entry

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lastgasp_lightning.metric_objects import LENGTH, Held, Numbers, Objects, Row, metrics_of
+from lastgasp_lightning.metrics import entry_of
 
 log = logging.getLogger("lastgasp")
 
@@ -135,17 +135,11 @@ def _restore_rows(trainer: Any, leader: Share, metrics: dict[str, Metric], first
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = {row.key: row.cache for row in first}
     for row in leader.rows:
-        fields = row.meta["meta"]
-        metric = metrics.get(fields["metric_attribute"])
-        if metric is None:
+        if (metric := metrics.get(row.meta["meta"]["metric_attribute"])) is None:
             continue
-        meta = _Metadata(**fields, reduce_fx=getattr(torch, row.meta["reduce"]))
-        should, rank_zero_only = row.meta["sync"]
-        meta.sync = _Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only)
-        entry: Any = _ResultMetric(meta, is_tensor=False)
-        cache = logged.get(row.key, row.cache)
+        entry, cache = entry_of(trainer, row.meta, is_tensor=False), logged.get(row.key, row.cache)
         entry.value, entry._forward_cache = metric, None if cache is None else _tensor(cache).to(metric.device)
-        entry._update_count, entry.has_reset = 1, row.reset
+        entry.has_reset = row.reset
         results[row.key] = entry
     ordered = {key: results[key] for key in (*(k for k in leader.order if k in results), *results)}
     results.clear()

@@ -54,7 +54,7 @@ def watch() -> None:
 def given(loader: Any) -> None:
     """Leave this one out, whose start is that of a pass; call it before it is iterated."""
     for one in (loader, *(vars(loader).get(name) for name in _WRAPS if hasattr(loader, "__dict__"))):
-        if isinstance(one, DataLoader):
+        if _is_known(one):
             _given.add(one)
 
 
@@ -123,7 +123,7 @@ def _begun(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def begun(self: Any, loader: Any, *args: Any, **options: Any) -> None:
         global _changed
-        if loader in _passes:
+        if _is_known(loader) and loader in _passes:
             _changed = _changed or _passes[loader] < 2
             _passes[loader] += 1
         original(self, loader, *args, **options)
@@ -131,9 +131,14 @@ def _begun(original: Callable[..., None]) -> Callable[..., None]:
     return begun
 
 
+def _is_known(loader: Any) -> bool:
+    """It is a DataLoader, and of no class of a user's that compares its loaders."""
+    return isinstance(loader, DataLoader) and type(loader).__hash__ is object.__hash__
+
+
 def _kind(loader: Any) -> str:
     """By which a loader is known in another process; empty for one whose start needs nothing."""
-    if not isinstance(loader, DataLoader) or not loader.num_workers or not loader.persistent_workers:
+    if not _is_known(loader) or not loader.num_workers or not loader.persistent_workers:
         return ""
     if loader.generator is not None or loader in _given:
         return ""
