@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +71,11 @@ def member(controller: ControllerThread, rank: int) -> tuple[bool, str]:
     return (found.left, found.gone) if found is not None else (False, "")
 
 
+def unsent(link: Link) -> int:
+    """Bytes that have not arrived in the controller's socket."""
+    return int.from_bytes(fcntl.ioctl(link.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 def saw_death(controller: ControllerThread, at_ns: int) -> None:
     """The watch sees that rank 1's process has died."""
     controller._controller._saw_death(1, NO_PROCESS, "process 7 died", at_ns)
@@ -92,9 +100,10 @@ def test_what_a_rank_raised_counts_before_its_death() -> None:
     fault = Fault(kind="exception", rank=1, cause="ValueError: boom", step=3, seen_ns=1)
     with two_links() as (controller, links):
         with held(controller):
-            for _ in range(1000):
+            for _ in range(300):
                 links[1].send(m.Status(step=3, durable=3, tick=1, phase="data"))
             links[1].send(m.Report(fault=fault))
+            until(lambda: unsent(links[1]) == 0, "the kernel to deliver it all, which paces so many small messages")
             saw_death(controller, time.time_ns())
         until(lambda: len(faults(controller)) == 2, "both to be known")
         first = faults(controller)[0]
