@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -25,12 +27,20 @@ from torchmetrics import (
     R2Score,
 )
 from torchmetrics.aggregation import RunningMean
-from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score, BinaryRecall
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    BinaryConfusionMatrix,
+    BinaryF1Score,
+    BinaryPrecision,
+    BinaryRecall,
+)
 
 from frameworks.fit_rig import AsOneOfSeveral, Job, Small, fit, gasp_of, seed
 from lastgasp.adapter.torch import decode_aux
+from lastgasp_lightning import metric_objects
 from lastgasp_lightning.extra import Extra, behind_position, split_extra
-from lastgasp_lightning.metric_objects import LIMIT, OwnObjects
+from lastgasp_lightning.metric_objects import LIMIT, OF_ALL, OwnObjects
 from lastgasp_lightning.metrics import is_behind
 from lastgasp_lightning.metrics_again import accumulated, restore_objects
 from support.launchers import incidents
@@ -186,7 +196,8 @@ def alone(share: bytes) -> list[bytes]:
 
 def trainer_of(module: nn.Module) -> Any:
     loop = SimpleNamespace(_results=_ResultCollection(training=True), val_loop=SimpleNamespace(_results={}))
-    return SimpleNamespace(lightning_module=module, fit_loop=SimpleNamespace(epoch_loop=loop), strategy=MagicMock())
+    fit_loop = SimpleNamespace(epoch_loop=loop)
+    return SimpleNamespace(lightning_module=module, fit_loop=fit_loop, strategy=MagicMock(), world_size=1)
 
 
 def rank_of(*values: float, pearson: bool = False) -> tuple[Any, bytes]:
@@ -326,6 +337,92 @@ def test_a_metric_that_is_like_no_other_costs_the_job_nothing() -> None:
     del vars(module["odd"])["_update_count"]
     assert own.encode() == b"" and "odd" in own.unsaved()
     assert own.known() == {"objects": True, "unsaved": own.unsaved()}
+
+
+def marked(*metrics: Any) -> tuple[Any, bytes]:
+    """A collection of those, which have seen something."""
+    trainer = trainer_of(nn.ModuleDict({"all": MetricCollection([*metrics])}))
+    own = OwnObjects(trainer)
+    trainer.lightning_module["all"].update(torch.tensor([0.1, 0.7]), torch.tensor([0, 1]))
+    return trainer, own.encode()
+
+
+def test_a_collection_with_other_metrics_than_before_costs_the_job_nothing() -> None:
+    own = marked(BinaryAccuracy(), BinaryF1Score(), BinaryRecall())[1]
+    module: Any = nn.ModuleDict({"all": MetricCollection([BinaryRecall(), BinaryPrecision()])})
+    assert restore_objects(trainer_of(module), own, alone) == ([], [], False)
+    assert module["all"]["BinaryRecall"].compute() == 1.0 and module["all"]["BinaryPrecision"].update_count == 0
+    module["all"].update(torch.tensor([0.1, 0.2]), torch.tensor([0, 1]))
+    assert module["all"].compute() == {"BinaryRecall": 0.5, "BinaryPrecision": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (lambda: BinaryAccuracy(threshold=0.5), lambda: BinaryAccuracy(threshold=0.8)),
+        (lambda: BinaryAUROC(thresholds=[0.0, 0.5, 1.0]), lambda: BinaryAUROC(thresholds=[0.0, 0.6, 1.0])),
+        (lambda: BinaryAUROC(thresholds=3), lambda: BinaryAUROC(thresholds=5)),
+        (BinaryAccuracy, lambda: BinaryAccuracy(multidim_average="samplewise")),
+    ],
+)
+def test_a_metric_that_is_made_otherwise_now_begins_anew_and_is_named(before: Any, now: Any) -> None:
+    (_, own), (name,) = marked(metric := before()), [type(metric).__name__]
+    trainer = trainer_of(nn.ModuleDict({"all": MetricCollection([now()])}))
+    found, fresh = trainer.lightning_module["all"][name], now()
+    assert restore_objects(trainer, own, alone) == ([], [f"all.{name}"], False)
+    assert found.update_count == 0 and vars(found).get("threshold") == vars(fresh).get("threshold")
+    for one in (found, fresh):
+        one.update(torch.tensor([[0.1], [0.7]]), torch.tensor([[0], [1]]))
+    assert torch.equal(found.compute(), fresh.compute())
+
+
+def test_what_does_not_fit_is_not_copied_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    monkeypatch.setattr(metric_objects, "_numbers", lambda value: copied.extend([value] * isinstance(value, Tensor)))
+    module: Any = nn.ModuleDict({"large": BinaryConfusionMatrix(), "all": CatMetric()})
+    module["large"].confmat = torch.zeros(LIMIT // 8 + 1, dtype=torch.long)
+    module["all"].update(torch.zeros(LIMIT))
+    own = OwnObjects(trainer_of(module))
+    module["large"]._update_count = 1
+    assert own.encode() and own.unsaved() == ["all", "large"] and not copied
+
+
+def test_of_many_ranks_each_keeps_less() -> None:
+    module: Any = nn.ModuleDict({"all": CatMetric()})
+    trainer = trainer_of(module)
+    trainer.world_size = 4 * OF_ALL // LIMIT
+    own = OwnObjects(trainer)
+    module["all"].update(torch.zeros(LIMIT // 20))
+    assert own.encode() and not own.unsaved()
+    module["all"].update(torch.zeros(LIMIT // 20))
+    assert own.encode() and own.unsaved() == ["all"]
+
+
+class Keeps(MeanMetric):
+    """Things besides its states, of types that no metric of torchmetrics has."""
+
+    def __init__(self, **things: Any) -> None:
+        super().__init__()
+        vars(self).update(things)
+
+
+@pytest.mark.parametrize(
+    ("thing", "change"),
+    [
+        (np.zeros(3), lambda one: one.thing.__setitem__(0, 1.0)),
+        (deque(), lambda one: one.thing.append(1)),
+        ({"a": [torch.zeros(1)]}, lambda one: one.thing["a"][0].add_(1)),
+        (None, lambda one: setattr(one, "thing", torch.zeros(3))),
+        (1, lambda one: setattr(one, "thing", [1])),
+    ],
+    ids=["array", "deque", "tensor in lists", "none", "plain"],
+)
+def test_what_a_metric_keeps_besides_is_named_once_it_has_changed(thing: Any, change: Any) -> None:
+    module: Any = nn.ModuleDict({"mine": Keeps(thing=thing)})
+    own = OwnObjects(trainer_of(module))
+    assert not own.unsaved()
+    change(module["mine"])
+    assert own.unsaved() == ["mine.thing"]
 
 
 def test_the_parts_of_the_extra_are_told_apart() -> None:

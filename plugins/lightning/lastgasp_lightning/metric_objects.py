@@ -7,14 +7,19 @@ hold such objects, by which Lightning logs them when the epoch ends.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import operator
 import struct
+import weakref
+import zlib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -25,10 +30,13 @@ log = logging.getLogger("lastgasp")
 
 LIMIT = 1 << 20
 """Bytes of one rank's that are kept at each step; metrics that do not fit are left out, and named."""
+OF_ALL = 64 << 20
+"""The same of all ranks, whose auxiliary states go to a saver in one message."""
 
 _PER_ITEM = 64
 """Bytes that an item of a list counts for besides: all are looked at in each step."""
 LENGTH = struct.Struct("<I")
+_LOOKED_INTO = 64
 _PLAIN = (bool, int, float, str, type(None))
 _IN_NUMPY = {getattr(torch, name): name for name in ("float32", "int64", "float64", "int32", "bool", "uint8")}
 
@@ -55,12 +63,17 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Held(msgspec.Struct, array_like=True):
-    """What one metric holds; plain: attributes that are no states; lists: `Numbers` one behind the other."""
+    """What one metric holds.
+
+    Args:
+        plain: attributes that are no states; lists: `Numbers` one behind the other; made: as `made_of` says.
+    """
 
     count: int
     plain: dict[str, bool | int | float | str | None]
     tensors: dict[str, Numbers]
     lists: dict[str, bytes]
+    made: str = ""
 
 
 class Row(msgspec.Struct, array_like=True):
@@ -99,6 +112,7 @@ class OwnObjects(PerStep):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._module: nn.Module = trainer.lightning_module
+        self._limit = min(LIMIT, OF_ALL // trainer.world_size)
         self._seen: tuple[list[Any], list[int]] = [], []
         self._growing: dict[tuple[str, str], _Growing] = {}
         self._left: list[str] = []
@@ -174,9 +188,9 @@ class OwnObjects(PerStep):
         return objects, numbers
 
     def _now(self) -> Objects:
-        room, found, self._left = LIMIT, {}, []
+        room, found, self._left = self._limit, {}, []
         for name, one in self._metrics.items():
-            held = self._held(one) if not one.attributes["_is_synced"] else None
+            held = self._held(one, room) if not one.attributes["_is_synced"] else None
             size = _size(held) if held is not None else 0
             if held is None or size > room:
                 self._left += [name] if one.counts else []
@@ -192,12 +206,14 @@ class OwnObjects(PerStep):
         groups = {name: [*one._groups.values()] for name, one in self._collections if one._groups_checked}
         return Objects(found, self._left, rows, [*results], groups)
 
-    def _held(self, one: _One) -> Held | None:
+    def _held(self, one: _One, room: int) -> Held | None:
         attributes = one.attributes
         plain = {name: value for name in one.plain if _is_plain(value := attributes.get(name))}
-        held = Held(attributes["_update_count"], plain, {}, {})
+        held = Held(attributes["_update_count"], plain, {}, {}, one.made)
         for name in one.states if one.counts else one.own_tensors:
             state = attributes.get(name)
+            if isinstance(state, Tensor) and state.nbytes > room:
+                return None  # and is not copied in each step for nothing
             if (numbers := _numbers(state)) is not None:
                 held.tensors[name] = numbers
             elif not isinstance(state, list):
@@ -223,6 +239,7 @@ class _One:
         self.own_tensors = [key for key, value in rest.items() if isinstance(value, Tensor)]
         self.states = [*metric._defaults, *self.own_tensors]
         self.plain = [key for key, value in rest.items() if _is_plain(value)]
+        self.made = made_of(metric)
         self._others = {key: _print(value) for key, value in rest.items() if key not in (*self.states, *self.plain)}
         self._keys = {*self.attributes}
         self._wraps = type(metric)._wrap_update is not Metric._wrap_update  # and does not count
@@ -234,9 +251,10 @@ class _One:
 
     def changed_others(self) -> list[str]:
         """Names of attributes of other types that have changed, and of those that are new, since training began."""
-        now = {key: _print(value) for key, value in self.attributes.items() if key in self._others}
-        changed = [key for key, was in self._others.items() if now.get(key) != was]
-        return [f"{self.name}.{key}" for key in (*changed, *(self.attributes.keys() - self._keys))]
+        there = self.attributes.copy()  # a saver asks, on a thread of its own
+        changed = [key for key, was in self._others.items() if _print(there.get(key)) != was]
+        changed += [key for key in self.plain if not _is_plain(there.get(key))]
+        return [f"{self.name}.{key}" for key in (*changed, *(there.keys() - self._keys))]
 
 
 class _Growing:
@@ -254,6 +272,8 @@ class _Growing:
         if len(self._data) + begun * _PER_ITEM > LIMIT:
             return None
         if new := items[begun:]:
+            if sum(one.nbytes for one in new if isinstance(one, Tensor)) > LIMIT:
+                return None
             found = [_numbers(one) for one in new]
             if None in found:
                 return None
@@ -266,6 +286,38 @@ class _Growing:
 def metrics_of(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     """By name."""
     return ((name, one) for name, one in module.named_modules() if isinstance(one, Metric))
+
+
+def made_of(metric: Metric) -> str:
+    """A digest of how it was made, as far as plain values and the forms of its states tell.
+
+    Of when it is first asked for: as a fit begins, with what the script has given it.
+    """
+    key = id(metric)
+    known = _made.get(key)
+    if known is None or known[0]() is not metric:
+        _made[key] = known = weakref.ref(metric, lambda _: _made.pop(key, None)), _digest(metric)
+    return known[1]
+
+
+_made: dict[int, tuple[weakref.ref[Metric], str]] = {}
+"""By their ids: the hash of a metric changes with what it holds."""
+
+
+def _digest(metric: Metric) -> str:
+    attributes = vars(metric)
+    buffers = [attributes["_buffers"][name] for name in sorted(attributes["_non_persistent_buffers_set"])]
+    told = (
+        type(metric).__qualname__,
+        sorted((name, one) for name, one in attributes.items() if name not in _BASE and _is_plain(one)),
+        sorted((name, _form(one)) for name, one in metric._defaults.items()),
+        [(_form(one), one.detach().cpu().tolist()) for one in buffers if isinstance(one, Tensor)],  # thresholds
+    )
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+
+
+def _form(state: Any) -> str:
+    return f"{state.dtype} {[*state.shape]}" if isinstance(state, Tensor) else type(state).__name__
 
 
 def _links(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:
@@ -286,12 +338,21 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN and not (type(value) is int and value.bit_length() > 63)
 
 
-def _print(value: Any) -> Any:
-    """By which a change of a value can be seen, as far as that is cheap."""
-    if isinstance(value, list | dict | set | tuple) and len(value) <= 64:
-        with suppress(Exception):  # of something of the user's in it
-            return repr(value)
-    return id(value), len(value) if isinstance(value, list | dict | set) else 0
+def _print(value: Any, depth: int = 4) -> Any:
+    """By which a change of a value can be seen, as far as that is cheap, and waits for no accelerator."""
+    if _is_plain(value):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.shape, zlib.crc32(value.tobytes())
+    if isinstance(value, list | dict | set | tuple | deque):
+        if depth and len(value) <= _LOOKED_INTO:
+            with suppress(Exception):  # of something of the user's in it, or another thread changes it
+                parts = [*value.items()] if isinstance(value, dict) else [*value]
+                return type(value), [_print(one, depth - 1) for one in parts]
+        return id(value), len(value)
+    return id(value)
 
 
 def _numbers(value: Any) -> Numbers | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lastgasp_lightning.metric_objects import LENGTH, Held, Numbers, Objects, Row, metrics_of
+from lastgasp_lightning.metric_objects import LENGTH, Held, Numbers, Objects, Row, made_of, metrics_of
 from lastgasp_lightning.metrics import entry_of
 
 log = logging.getLogger("lastgasp")
@@ -61,8 +61,9 @@ def restore_objects(
     mine, others = _decoded(own), [*map(_decoded, filter(None, gone))]
     lacks = {name for one in (mine, *others) for name in one.left}
     lacks |= {name for one in others for name, held in one.metrics.items() if not _can_merge(metrics.get(name), held)}
-    there = [*(mine.metrics.keys() & metrics.keys())]
-    share = Share(bool(own), mine.behind, there, [*lacks], mine.rows, mine.order, mine.groups)
+    others_now = {name for name, held in mine.metrics.items() if _is_another(metrics.get(name), held)}
+    there = [*((mine.metrics.keys() & metrics.keys()) - others_now)]
+    share = Share(bool(own), mine.behind, there, [*lacks | others_now], mine.rows, mine.order, mine.groups)
     shares = [msgspec.msgpack.decode(one, type=Share) for one in gather(_encode(share))]
     known = sorted((one for one in shares if one.has), key=lambda one: one.behind)
     if not known:
@@ -80,7 +81,7 @@ def restore_objects(
             metrics[name].reset()
             failed.add(name)
     leader = share if share.has and not share.behind else known[0]
-    _share_states(trainer.lightning_module, leader.groups)
+    _share_states(trainer.lightning_module, leader.groups, names - failed)
     _restore_rows(trainer, leader, {name: metrics[name] for name in names}, _decoded(first).rows)
     lost = [rank for rank, one in enumerate(shares) if not one.has]
     return lost, sorted(failed.union(*(one.lacks for one in known))), mine.behind
@@ -105,6 +106,11 @@ def _give(metric: Any, held: Held) -> None:
         setattr(metric, name, [one.to(metric.device) for one in _list(data)])
 
 
+def _is_another(metric: Any, held: Held) -> bool:
+    """Whether the script makes it with other settings now, by which what it had is no use."""
+    return metric is not None and held.made not in ("", made_of(metric))
+
+
 def _can_merge(metric: Any, held: Held) -> bool:
     """Whether what a rank that is missing had can be added to another rank's."""
     if metric is None or not held.count:
@@ -123,9 +129,13 @@ def _merge(metric: Any, held: Held) -> None:
     metric._update_count, metric._computed = metric._update_count + held.count, None
 
 
-def _share_states(module: nn.Module, groups: dict[str, list[list[str]]]) -> None:
+def _share_states(module: nn.Module, groups: dict[str, list[list[str]]], restored: set[str]) -> None:
+    """Where all of a collection's are there again; else it finds the groups itself, at the next update."""
     for name, one in module.named_modules():
-        if isinstance(one, MetricCollection) and name in groups:
+        if not isinstance(one, MetricCollection) or name not in groups:
+            continue
+        members = {key for group in groups[name] for key in group}
+        if members == set(one._modules) and all(f"{name}.{key}" in restored for key in members):
             one._groups, one._groups_checked = dict(enumerate(groups[name])), True
             one._state_is_copy = False
             one._compute_groups_create_state_ref()
