@@ -13,12 +13,14 @@ from torch import nn
 
 pytest.importorskip("lightning")
 
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from frameworks.fit_rig import Boom, Job, Small, data, fit, seed, weights
 from lastgasp.fits import FITS
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop import other_workers
+from lastgasp_lightning import resume
 
 pytestmark = [pytest.mark.usefixtures("restored_environ", "childrens_signal"), pytest.mark.timeout(300)]
 
@@ -40,6 +42,30 @@ def test_a_validation_behind_a_resume_draws_what_it_has_drawn_before(sanity: int
         ends.append(weights(model))
     gc.collect()
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+
+
+class Had(Callback):
+    """Whether a validation loader was there when training went on."""
+
+    def __init__(self) -> None:
+        self.found: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Of the first batch."""
+        if self.found is None:
+            self.found = trainer.val_dataloaders is not None
+
+
+def test_a_rank_without_its_state_prepares_the_validation_as_the_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning has collectives there; and in an epoch without a validation it makes no loader by itself."""
+    job = Job(tmp_path, {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 2})
+    assert not fit(job.make(strike=3), Small(), val_dataloaders=lasting(8))
+    monkeypatch.setattr(resume, "own_aux", lambda *_: None)
+    job.restart()
+    assert fit(job.make(had := Had()), Small(), val_dataloaders=lasting(8))
+    assert had.found is True
 
 
 def validating_loop(folder: Path, strike: int | None, drawn: dict[int, float], anew: bool) -> None:

@@ -82,7 +82,7 @@ def restore_objects(
             failed.add(name)
     leader = share if share.has and not share.behind else known[0]
     _share_states(trainer.lightning_module, leader.groups, names - failed)
-    _restore_rows(trainer, leader, {name: metrics[name] for name in names}, _decoded(first).rows)
+    _restore_rows(trainer, leader, {name: metrics[name] for name in names & metrics.keys()}, _decoded(first).rows)
     lost = [rank for rank, one in enumerate(shares) if not one.has]
     return lost, sorted(failed.union(*(one.lacks for one in known))), mine.behind
 

@@ -223,8 +223,8 @@ class Resume:
             self._note(_DRAWN.format(record["drawn"], record["batch"]))
         if isinstance(ddp := trainer.strategy.model, DistributedDataParallel) and self._state.per_rank_buffers:
             ddp.require_forward_param_sync = False  # else its first forward pass gives all ranks those of rank 0
+        validate_again(trainer, record)  # by all ranks, those too that have lost their state: it has collectives
         if self._aux is not None:
-            validate_again(trainer, record)
             restore_aux(self._aux, self._state._devices(), with_averages(trainer))
         if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
             self._note("the masks of ModelPruning are in no checkpoint of Lightning's: weights that were pruned are "
@@ -274,7 +274,7 @@ class Resume:
 
     def _restore_objects(self, trainer: Any, record: dict[str, Any]) -> None:
         rank, names, left = trainer.global_rank, set(record.get("unsaved", ())), "left" in record
-        if record.get("objects") and any(metrics_of(trainer.lightning_module)):
+        if record.get("objects"):  # all ranks gather, those too whose module has none
             gather = partial(self.gather, f"metrics/{record['step']}")
             gone = _gone(record, trainer.world_size) if "elastic" in record and trainer.is_global_zero else []
             own, before = self._own.objects, _first(record).objects
@@ -282,7 +282,8 @@ class Resume:
             names |= {*lack}
             if behind:
                 self._note(BEHIND.format("torchmetrics objects", rank, record["step"]))
-            if rank in lost and not ("elastic" in record and (left or rank >= record["world_size"])):
+            new = "elastic" in record and (left or rank >= record["world_size"])
+            if rank in lost and not new and any(metrics_of(trainer.lightning_module)):
                 self._note(LOST_OBJECTS.format(rank))
         if names:
             self._note(BEGIN_ANEW.format(", ".join(sorted(names))))
@@ -309,8 +310,10 @@ def validate_again(trainer: Any, record: dict[str, Any]) -> None:
         return
     if loop._combined_loader is None and not trainer.reload_dataloaders_every_n_epochs:
         trainer.validating = True
-        loop.setup_data()
-        trainer.training = True
+        try:
+            loop.setup_data()
+        finally:
+            trainer.training = True
     for loader in loop._combined_loader.flattened if loop._combined_loader is not None else ():
         start_workers(loader)
 
