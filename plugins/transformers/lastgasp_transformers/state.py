@@ -8,6 +8,7 @@ checkpoint is written over a good one of the same step.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ from lastgasp_transformers.losses import Found, LossSum, Own, found_in, lost
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.shares import SHARES
 from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, unsaved_of
+
+log = logging.getLogger("lastgasp")
 
 _STATE = ("log_history", "best_metric", "best_global_step", "total_flos", "epoch")
 """Fields of the TrainerState that change when something that was due is done."""
@@ -52,7 +55,8 @@ def evaluate_again(trainer: Any, names: list[str]) -> bool:
     try:
         for name in names:
             shared.start_workers(trainer.get_eval_dataloader(None if name == "eval" else name))
-    except (ValueError, KeyError, TypeError):  # given to `evaluate` itself
+    except Exception:  # given to `evaluate` itself, or made by the user's own method, which wants more by then
+        log.debug("an evaluation loader cannot be made yet", exc_info=True)
         return False
     return True
 

@@ -2,13 +2,14 @@
 
 The first pass over such a loader starts them, and takes a random number of the process for it, unless the loader has a
 generator of its own. Behind a resume a new process starts them once more: where they had run at the boundary, what
-their start takes is put back, and random numbers are those of a run without a fault. A loader that was made anew for
-each pass takes a number each time, behind a resume too.
+their start takes is put back, and random numbers are those of a run without a fault. A loader that is made anew for
+each pass takes a number each time, behind a resume too; it is told from others in that it does not live on.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,10 +29,16 @@ _WRAPS = ("base_dataloader", "_dataloader")
 
 
 class Ran(NamedTuple):
-    """Of one kind of loader, at a boundary: how often workers were started, and how many such loaders live on."""
+    """Of one kind of loader, at a boundary.
+
+    Args:
+        starts: how often workers were started.
+        lasting: how many such loaders had been iterated more than once; once: how many others were there.
+    """
 
     starts: int
     lasting: int
+    once: int = 0
 
 
 _given: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -40,7 +47,7 @@ _starts: Counter[str] = Counter()
 _due: Counter[str] = Counter()
 _at_boundary: dict[str, Ran] = {}
 _changed = False
-_unsure: set[str] = set()
+_unsure: Counter[str] = Counter()
 _tell: Callable[[str], object] = str
 
 
@@ -63,37 +70,45 @@ def step_over() -> None:
     global _at_boundary, _changed
     if _changed:
         _changed = False
-        lasting = _lasting() + _due
-        for kind in _unsure:
-            lasting[kind] -= _due[kind]
-        _at_boundary = {kind: Ran(starts, lasting[kind]) for kind, starts in _starts.items()}
+        lasting, once = _alive()
+        _at_boundary = {
+            kind: Ran(starts, lasting[kind] + _due[kind], once[kind] + _unsure[kind])
+            for kind, starts in _starts.items()
+        }
 
 
-def running() -> dict[str, tuple[int, int]]:
+def running() -> dict[str, tuple[int, ...]]:
     """What there was at the boundary, by kind of loader; for the record of a checkpoint."""
     return {kind: (*ran,) for kind, ran in _at_boundary.items()}
 
 
-def resume(ran: Mapping[str, tuple[int, int]], tell: Callable[[str], object] = str) -> None:
+def resume(ran: Mapping[str, tuple[int, ...]], tell: Callable[[str], object] = str) -> None:
     """This process goes on from a boundary at which that had run, here or in another process.
 
     Args:
         tell: is told where random numbers may be other ones.
     """
     global _at_boundary, _tell
-    here, _tell = _lasting(), tell
+    if _passes and ran:
+        gc.collect()  # of what this process has left, in cycles
+    here, _tell = sum(_alive(), Counter[str]()), tell
     _at_boundary = {kind: Ran(*counts) for kind, counts in ran.items()}
     for known in (_starts, _due, _unsure):
         known.clear()
-    for kind, (starts, lasting) in _at_boundary.items():
+    for kind, (starts, lasting, once) in _at_boundary.items():
         _starts[kind] = starts
-        _due[kind] = max(0, (lasting or int(starts == 1)) - here[kind])
-        if _due[kind] and not lasting:
-            _unsure.add(kind)
+        unsure = once if starts == lasting + once else 0  # else some were made for one pass, and these as well
+        _due[kind] = max(0, lasting - here[kind])
+        _unsure[kind] = max(0, lasting + unsure - here[kind]) - _due[kind]
 
 
-def _lasting() -> Counter[str]:
-    return Counter(kind for one, passes in _passes.items() if passes > 1 and (kind := _kind(one)))
+def _alive() -> tuple[Counter[str], Counter[str]]:
+    """Loaders of each kind that are there: iterated more than once, and others."""
+    lasting, once = Counter[str](), Counter[str]()
+    for one, passes in _passes.items():
+        if kind := _kind(one):
+            (lasting if passes > 1 else once)[kind] += 1
+    return lasting, once
 
 
 def _started(original: Callable[..., None]) -> Callable[..., None]:
@@ -101,14 +116,14 @@ def _started(original: Callable[..., None]) -> Callable[..., None]:
     def started(self: Any, loader: Any, *args: Any, **options: Any) -> None:
         global _changed
         kind = _kind(loader)
-        again = bool(kind) and _due[kind] > 0
+        due = _due if _due[kind] else _unsure
+        again = bool(kind) and due[kind] > 0
         before = torch.get_rng_state() if again else None
         original(self, loader, *args, **options)
         if before is not None:
             torch.set_rng_state(before)
-            _due[kind] -= 1
-            if kind in _unsure:
-                _unsure.discard(kind)
+            due[kind] -= 1
+            if due is _unsure and not due[kind]:
                 _tell(ONCE.format(kind))
         elif kind:
             _starts[kind] += 1
