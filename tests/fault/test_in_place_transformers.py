@@ -175,6 +175,25 @@ def test_a_death_at_each_point_of_a_recovery_loses_no_step(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("victim", ["2", "self"])
+def test_a_second_death_while_the_step_is_written_is_answered_in_place(
+    victim: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """A few milliseconds behind the first one, of the rank that writes or of another one: both are replaced."""
+    directory, second = tmp_path / "d", {again_faults.VARIABLE: f"gasp written,0,{victim}"}
+    faults = "kind=sigkill,rank=1,step=5,phase=backward"
+    with disturbed(tmp_path, job(3, directory), faults, **second) as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert (directory / "second").exists(), where
+    assert [(one.ending, one.rung, one.step_saved, one.steps_lost) for one in found] == [("in_place", "replace", 5, 0)]
+    entered = [lines(directory, rank, "entered") for rank in range(3)]
+    assert [[int(step) for _, step in one] for one in entered] == [[0, 5]] * 3, where
+    assert [len({pid for pid, _ in one}) for one in entered] == ([2, 2, 1] if victim == "self" else [1, 2, 2]), where
+    assert differences(directory / "final.pt", undisturbed(3)) == [], where
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("point", "who"), [("let go", 0), ("entered", 0), ("entered", 1)])
 def test_a_rank_that_is_stopped_on_its_way_is_not_waited_for(
     point: str, who: int, tmp_path: Path, undisturbed: Any

@@ -53,6 +53,7 @@ FROM_FILES = IN_RANK | {
 }
 """The same, for a training that begins again with the checkpoint that was just saved."""
 OF_TRAINER = FROM_FILES | {
+    "gasp written": "lastgasp_transformers.state:write_checkpoint",
     "meets": "lastgasp.pytorch.from_files:EnteredFromFiles.meet",
     "entered": "lastgasp_transformers.run:Run.train",
 }

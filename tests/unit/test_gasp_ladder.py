@@ -177,16 +177,68 @@ def test_a_shard_that_nobody_holds_is_not_handed_over() -> None:
     assert (job.machine.again, job.machine.not_in_place) == (None, f"not every shard of step {STEP} is held in memory")
 
 
-def test_a_rank_that_is_lost_while_the_only_copy_is_saved_ends_the_recovery_in_place() -> None:
+def saved_by(job: Job, *savers: int, plan: int = 1) -> dict[int, Again | None]:
+    """The save that was ordered is made by these, the last of which publishes it; who is told what then."""
+    for rank in savers:
+        job.machine.said(rank, m.Saved(recovery=1, plan=plan, path="p", nbytes=1, first_byte_ns=1), 2.0)
+    return orders(job.machine.said(savers[-1], m.Committed(recovery=1, plan=plan), 3.0))
+
+
+def test_a_rank_that_is_lost_while_the_only_copy_is_saved_is_replaced_as_well() -> None:
     job = Job()
     job.die(1)
     job.answer(0, step=STEP - 1)
     job.answer(2)
     job.die(0)
-    job.machine.said(2, m.Saved(recovery=1, plan=1, path="/ckpts/8", nbytes=1, first_byte_ns=1), 2.0)
-    assert orders(job.machine.said(2, m.Committed(recovery=1, plan=1), 3.0)) == {2: None}
-    assert job.machine.not_in_place == "another rank was lost while the step was saved"
+    again = Again(incarnation=1, step=STEP, source=2, takers=(0, 1), lost=(0, 1), port=77, saved=True)
+    assert saved_by(job, 2) == {2: again}
+    assert (job.machine.outcome.ending, job.machine.not_in_place) == ("in_place", "")
+
+
+@pytest.mark.parametrize("second", [0, 2], ids=["saver", "other"])
+def test_a_rank_that_is_lost_while_what_all_begin_with_is_written_is_replaced_as_well(second: int) -> None:
+    job = Job(from_files=True)
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    assert (job.machine.state, job.machine.outcome.savers) == ("saving", (0,))
+    job.die(second)
+    other = 2 - second
+    again = Again(incarnation=1, step=STEP, source=-1, takers=(0, 1, 2), lost=tuple(sorted((1, second))), port=77,
+                  saved=True)  # fmt: skip
+    assert saved_by(job, other, plan=job.machine.plan) == {other: again}
+    assert (job.machine.outcome.ending, job.machine.outcome.savers) == ("in_place", (other,))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"no_process": "none is warm"}, ": none is warm"), ({}, ": a fault of that kind is not answered in place")],
+    ids=["no process", "a stop"],
+)
+def test_what_is_lost_during_the_save_may_cost_a_restart(change: dict[str, str], why: str) -> None:
+    job = Job(from_files=True)
+    job.die(1)
+    job.answer(0)
+    job.answer(2)
+    job.machine.offer = msgspec.structs.replace(OFFER, **change)
+    if not change:
+        job.report(2, "sigterm")
+    job.die(2)
+    assert saved_by(job, 0) == {0: None}
+    assert job.machine.not_in_place.startswith(f"another rank was lost while the step was saved{why}")
     assert job.machine.outcome.ending == "saved"
+
+
+def test_where_an_older_step_is_saved_in_the_end_the_job_restarts() -> None:
+    """The only holder of the newer one may have published it, and files tell that."""
+    job = Job()
+    job.die(1)
+    job.answer(0, step=STEP - 1)
+    job.answer(2)
+    job.machine.said(2, m.Saved(recovery=1, plan=1, path="p", nbytes=1, first_byte_ns=1), 2.0)
+    job.die(2)
+    assert saved_by(job, 0, plan=2) == {0: None}
+    assert job.machine.not_in_place.endswith(f"saved: step {STEP - 1} is the newest that is left")
 
 
 @pytest.mark.parametrize(

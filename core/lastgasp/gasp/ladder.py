@@ -247,12 +247,29 @@ class Ladder(LadderState):
             self.shrunk = self.grown = ""
             return super()._end(ending, reason)
         if self._lost_ranks() != again.lost:
-            self.not_in_place, self.shrunk, self.grown = "another rank was lost while the step was saved", "", ""
-            return super()._end(ending, reason)
+            self.shrunk = self.grown = ""
+            chosen = self._choose_anew(again)
+            if isinstance(chosen, str):
+                self.not_in_place = ": ".join(("another rank was lost while the step was saved", chosen)).rstrip(": ")
+                return super()._end(ending, reason)
+            again = chosen
         if failed:  # without a fault: those that wait are taken in all the same
             self.grown += fewer_ranks.UNSAVED.format(why=reason)
             return self._enter_again(msgspec.structs.replace(again, saved=False), 0)
         return self._enter_again(again, self.outcome.lost or 0)
+
+    def _choose_anew(self, before: Again) -> Again | str:
+        """What follows the save if those that were lost during it had been lost before.
+
+        A restart where ranks were to be taken in, where handlers have been told who is lost, and where the step is an
+        older one now: who was to write the newer one may have done so before it died.
+        """
+        if NEW in before.members or self._by_handlers or self._current is None:
+            return ""
+        if self._current.plan.step != before.step:
+            return f"step {self._current.plan.step} is the newest that is left"
+        chosen = self._choose(self._current.plan)
+        return chosen if isinstance(chosen, str) else msgspec.structs.replace(chosen, saved=True)
 
     def _choose(self, decision: Decision) -> Again | str:
         """What to do in place, or why that is not possible."""
