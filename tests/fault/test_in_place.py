@@ -51,6 +51,23 @@ def test_a_killed_rank_is_replaced(
     assert differences(undisturbed(ranks), directory / "final.pt") == []
 
 
+@pytest.mark.full
+def test_two_ranks_that_are_killed_at_once_are_both_replaced(tmp_path: Path, undisturbed: Any) -> None:
+    """A few milliseconds apart, in one step: before it is agreed on how to go on, or when that has just been done."""
+    directory = tmp_path / "d"
+    faults = ";".join(f"kind=sigkill,rank={rank},step=8,phase=backward" for rank in (1, 2))
+    with disturbed(tmp_path, job(run, 3, directory), faults) as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert {(one.ending, one.rung, one.step_saved, one.steps_lost) for one in found} == {("in_place", "replace", 8, 0)}
+    assert {fault.rank for one in found for fault in one.faults if fault.kind == "killed"} == {1, 2}, where
+    for rank in range(3):
+        entered = lines(directory, rank, "entered")
+        assert [begun for _, begun, _ in entered] in (["0", "8"], ["0", "8", "8"]), where
+        assert (len({pid for pid, _, _ in entered}) == 1) == (rank == 0), where
+    assert differences(undisturbed(3), directory / "final.pt") == []
+
+
 def check_in_place(directory: Path, job: Running, ranks: int, replaced: int | None, step: int = 8) -> None:
     """One fault in step 9, answered in place: all processes stay but that of the dead rank."""
     [incident] = incidents(directory)
