@@ -35,15 +35,17 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"{request.node.nodeid} leaked:\n  " + "\n  ".join(found), pytrace=False)
 
 
+_logger = logging.getLogger("lastgasp")
+LOGGING = _logger.level, _logger.propagate, _logger.handlers[:]
+"""Of the tests' process, before any of them: fixtures of a whole file set it up as well."""
+
+
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
     """A command that sets up logging in the tests' process does it for the test that calls it, and for no later one."""
-    logger = logging.getLogger("lastgasp")
-    level, propagate, handlers = logger.level, logger.propagate, logger.handlers[:]
     yield
-    logger.setLevel(level)
-    logger.propagate = propagate
-    logger.handlers[:] = handlers
+    level, _logger.propagate, _logger.handlers[:] = LOGGING
+    _logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True, scope="session")
