@@ -145,6 +145,26 @@ def test_a_save_that_the_fault_cut_short_is_made_up(tmp_path: Path, moment: str)
     assert found["straight"] == found[moment]
 
 
+def test_what_a_checkpoint_says_of_its_callbacks_is_what_it_would_say(tmp_path: Path) -> None:
+    """Lightning saves the score of the last save, and does not load it: files behind a fault said there was none."""
+    found = {}
+    for name, strikes in {"straight": (None,), "struck": (8, 9, None)}.items():
+        job = Job(tmp_path / name, {"enable_checkpointing": True, "num_sanity_val_steps": 0})
+        for strike in strikes:
+            seed(1)
+            job.restart()
+            best = ModelCheckpoint(job.folder / "best", "{step}", monitor="worse", save_top_k=1)
+            every = ModelCheckpoint(job.folder / "every", "{step}", every_n_train_steps=10)
+            loaders = DataLoader(data(), 4, shuffle=True), DataLoader(data(2, 8), 4)
+            assert fit(
+                job.make(Worse(), best, every, strike=strike), Small(), loaders[0], val_dataloaders=loaders[1]
+            ) == (strike is None)
+        saved = torch.load(job.folder / "every/step=10.ckpt", weights_only=False)["callbacks"]
+        found[name] = {key: state["current_score"] for key, state in saved.items() if "'worse'" in key}
+    assert [float(score) for score in found["straight"].values()] == [6.0]
+    assert found["struck"] == found["straight"]
+
+
 def test_from_a_copy_nothing_is_made_up(tmp_path: Path) -> None:
     """Its user has it elsewhere, and the files of the job that has saved it: they stay as they are without lastgasp."""
     for steps in (4, 5):

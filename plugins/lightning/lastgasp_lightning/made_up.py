@@ -38,6 +38,7 @@ def skip_second_save(trainer: Any, record: dict[str, Any], here: Saved) -> None:
     known = trainer.strategy.broadcast([_known_to(one, record, loaded, here) for one in found]) if found else ()
     for callback, (state, step, saved, waits, lacks_last) in zip(found, known, strict=True):
         callback.load_state_dict(state)
+        callback.current_score = state.get("current_score")  # Lightning saves it, and does not load it
         callback._last_global_step_saved = step
         if saved:  # else at its end it saves last.ckpt anew
             callback._last_checkpoint_saved = saved
@@ -48,6 +49,8 @@ def skip_second_save(trainer: Any, record: dict[str, Any], here: Saved) -> None:
 
 def _known_to(callback: Any, record: dict[str, Any], loaded: str, here: Saved) -> tuple[Any, ...]:
     key, state = callback.state_key, callback.state_dict()
+    if str(callback.dirpath) == record.get("saved_in", {}).get(key):
+        state["current_score"] = record["scores"][key]
     step, saved = record["saved_steps"].get(key, 0), record.get("saved_paths", {}).get(key, "")
     known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
     if loaded and any(path and Path(path) == Path(loaded) for path in known):

@@ -48,11 +48,13 @@ class Saves:
                 checkpoint["callbacks"][key] = self._before[key]
 
     def known(self) -> dict[str, Any]:
-        """What they have in no state of their own: step and path of the last one, and who waits for a validation."""
+        """What their states lack or do not load: step, path and score of the last save; who waits for a validation."""
         found = self._callbacks
         return {
             "saved_steps": {one.state_key: one._last_global_step_saved for one in found},
             "saved_paths": {one.state_key: str(one._last_checkpoint_saved) for one in found},
+            "saved_in": {one.state_key: str(one.dirpath) for one in found},
+            "scores": {one.state_key: one.current_score for one in found},
             "deferred_saves": [one.state_key for one in found if getattr(one, "_defer_save_until_validation", False)],
             "watched_alone": watched_alone(self._trainer),
         }
