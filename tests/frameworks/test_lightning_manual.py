@@ -106,3 +106,31 @@ class Late(L.LightningModule):
 def test_a_killed_rank_leaves_no_sums_that_lack_what_it_logs_behind_its_update(tmp_path: Path, late: bool) -> None:
     assert fit(Job(tmp_path).make(AsOneOfSeveral(), max_epochs=1), model := Late(late))
     assert model.found == ([False] * 6 if late else [True] * 6)
+
+
+class Seldom(L.LightningModule):
+    """One optimizer uses the gradients of two batches, the other one those of each: a step ends between the two."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.raises = False, raises
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.two(self.one(batch[0])).pow(2).mean())
+        if batch_idx == 5 and self.raises:
+            raise Boom
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers if batch_idx % 2 else optimizers[1:]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.one, self.two)]
+
+
+def test_gradients_that_are_lost_between_two_batches_are_named(tmp_path: Path) -> None:
+    seed(1)
+    assert not fit(Job(tmp_path).make(), Seldom(raises=True))
+    [incident] = incidents(tmp_path / "ckpts")
+    assert any("leaves for an update of a later one" in one and "one.weight, one.bias" in one for one in incident.notes)

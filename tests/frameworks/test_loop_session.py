@@ -587,6 +587,28 @@ def test_what_training_changes_in_data_and_optimizers_is_named(tmp_path: Path) -
     assert "optimizers hold what their state_dict lacks: Inside.base" in notes
 
 
+def test_gradients_that_a_later_step_would_have_used_are_named(tmp_path: Path) -> None:
+    """Of an optimizer that is stepped once in two steps: a resumed run begins without them."""
+
+    def train(model: nn.Module, optimizers: list[SGD]) -> None:
+        state = TorchState(model, {"seldom": optimizers[0], "always": optimizers[1]})
+        with Session.open(tmp_path, state=state, marks=False) as session:
+            for number, [batch] in session.enumerate(DataLoader(TensorDataset(torch.ones(8, 2)), 2)):
+                backward(model(batch).sum())
+                if number == 3:
+                    raise Cut
+                for optimizer in optimizers if number % 2 else optimizers[1:]:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with pytest.raises(Cut):
+        train(model, [SGD(part.parameters(), lr=0.01) for part in model])
+    [path] = (tmp_path / "incidents").glob("*.json")
+    notes = decode_incident(path.read_bytes()).notes
+    assert any("leaves for an update of a later one" in one and "model.0.weight, model.0.bias" in one for one in notes)
+
+
 def test_folds_resume_each_from_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process(monkeypatch, Fits())
     assert folds(tmp_path, [4, 2]) == [0, 0]

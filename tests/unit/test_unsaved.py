@@ -17,7 +17,14 @@ from lastgasp.pytorch import TorchState
 from lastgasp.pytorch.loop.kept_hooks import next_hook
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.not_saved import NotSaved
-from lastgasp.pytorch.unsaved import LeftGradients, Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
+from lastgasp.pytorch.unsaved import (
+    HeldGradients,
+    LeftGradients,
+    Unsaved,
+    UnsavedData,
+    UnsavedOptimizers,
+    note_on_hooks,
+)
 from lastgasp.pytorch.uservalues import Root
 
 
@@ -412,3 +419,49 @@ def test_gradients_that_nothing_clears_are_named(cleared: str, bucket: bool) -> 
     assert "0.weight" not in left.note()
     assert "1.weight" not in left.note()
     assert LeftGradients(net, [SGD(net.parameters(), lr=0.1)]).note() == ""
+
+
+def trained_by_two(held: HeldGradients, net: nn.Sequential, two: list[SGD], kind: str) -> None:
+    """Steps of loops with two optimizers. `seldom`: the first one's gradients are of two steps."""
+
+    def backward(way: nn.Module) -> None:
+        held.backward_begins()
+        way(torch.ones(2, 3)).square().sum().backward()
+
+    for step in range(8):
+        if kind == "in turn":  # as most GANs do it; the second pass gives gradients to the first one's parameters, too
+            for one in two:
+                one.zero_grad()
+                backward(net)
+                one.step()
+        elif kind == "left over":
+            for one in two:
+                backward(net)
+                one.step()
+                one.zero_grad()
+        elif kind == "zeros":
+            two[0].zero_grad(set_to_none=False)
+            backward(net[0])
+            two[0].step()
+        else:
+            backward(net)
+            for one in two if step % 3 == 2 or kind != "seldom" else two[1:]:
+                one.step()
+                one.zero_grad(set_to_none=kind != "filled")
+        held.step_over()
+        gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("seldom", "0.weight, 0.bias"), ("left over", "0.weight, 0.bias"), ("in turn", ""), ("zeros", ""), ("at once", ""),
+     ("filled", "")],
+)  # fmt: skip
+def test_gradients_that_are_used_in_a_later_step_are_named(kind: str, named: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    two = [SGD(part.parameters(), lr=0.01) for part in net]
+    held = HeldGradients(net, two)
+    trained_by_two(held, net, two, kind)
+    assert (f": {named}. " in held.note()) == bool(named)
+    assert bool(held.note()) == bool(named)
+    assert len(two[0]._optimizer_step_pre_hooks) + len(two[1]._optimizer_step_pre_hooks) <= 1

@@ -70,7 +70,7 @@ from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
 from lastgasp.pytorch.statedigest import digest, digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
-from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
+from lastgasp.pytorch.unsaved import HeldGradients, Unsaved, UnsavedData, UnsavedOptimizers, users_parts
 from lastgasp.pytorch.weight_modes import EXCHANGED, patch_group, which_weights
 from lastgasp.trailer import split_trailer, with_trailer
 
@@ -101,6 +101,7 @@ __all__ = [
     "Flags",
     "GaspSource",
     "GlobalBatch",
+    "HeldGradients",
     "LoaderPosition",
     "LoopMarks",
     "MovingParameters",

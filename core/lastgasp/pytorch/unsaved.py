@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from lastgasp.pytorch.extrastate import has_extra_state
 from lastgasp.pytorch.held_modules import HeldModules
@@ -210,6 +211,67 @@ class LeftGradients:
             f"{_some(self._left)}. Unless they are set to zero in between, a resumed run begins without them, and "
             "differs where they count (clip_grad_norm_). Freeze these parameters, or call model.zero_grad()"
         ) if self._left else ""  # fmt: skip
+
+
+class HeldGradients:
+    """Gradients that one step leaves for an update of a later one: of an optimizer that is stepped less often than
+    another, or where nothing clears them between two updates.
+
+    Looked for behind steps 1, 2, 4, 8, ...: which are there, and not zeros, when the next backward pass begins, and are
+    the same tensors when their optimizer uses them. What is cleared before its own backward pass is another by then.
+
+    Args:
+        module: for the names.
+        optimizers: torch's.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._optimizers = list(optimizers)
+        self._steps, self._due = 0, False
+        self._used: list[RemovableHandle] = []
+        self._found: list[str] = []
+
+    def step_over(self) -> None:
+        """A step is complete."""
+        self._steps += 1
+        self._due = not self._steps & (self._steps - 1)
+        while self._used:  # torch is iterating over the hooks while it calls one
+            self._used.pop().remove()
+
+    def backward_begins(self) -> None:
+        """Call before each backward pass."""
+        if not self._due or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._due = False
+        for optimizer in self._optimizers:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            left = [(one, weakref.ref(one.grad)) for one in parameters if one.grad is not None and _counts(one.grad)]
+            if left and hasattr(optimizer, "register_step_pre_hook"):
+                self._look_again(optimizer, left)
+
+    def note(self) -> str:
+        """As of `Unsaved`."""
+        return (
+            f"gradients that a step leaves for an update of a later one are in no checkpoint: {_some(self._found)}. "
+            "Unless they are set to zero in between, a fault there loses them. Clear them, or use them, in their step"
+        ) if self._found else ""  # fmt: skip
+
+    def _look_again(self, optimizer: torch.optim.Optimizer, left: list[tuple[Tensor, weakref.ref[Tensor]]]) -> None:
+        def uses(*_: Any) -> None:
+            self._used.append(handle)
+            used = [self._names.get(id(one), "?") for one, grad in left if one.grad is not None and one.grad is grad()]
+            self._found += [name for name in used if name not in self._found]
+
+        handle = optimizer.register_step_pre_hook(uses)
+
+
+def _counts(gradient: Tensor) -> bool:
+    own = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: no rank waits for another here
+    try:
+        return own.layout is torch.strided and bool(own.any())
+    except RuntimeError:  # of a type that torch cannot ask
+        return False
 
 
 def note_on_hooks(models: Iterable[Any]) -> str:

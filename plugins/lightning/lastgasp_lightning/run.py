@@ -26,6 +26,7 @@ from lastgasp.adapter.torch import (
     WORKERS,
     AuxRecorder,
     GaspSource,
+    HeldGradients,
     ReplicaWatch,
     Unsaved,
     UnsavedData,
@@ -115,6 +116,7 @@ class LightningRun(Training):
         self.mark_step: Callable[[int], None] = _nothing
         self.unsaved: Unsaved | None = None
         self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
+        self._gradients = HeldGradients(trainer.lightning_module, ())
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.resume.goes_on, self.resume.job = self._goes_on, place.job
@@ -238,6 +240,7 @@ class LightningRun(Training):
         if self.entry is not None and isinstance(kept := self.entry.objects, KeptTrainer):
             kept.begun = self.unsaved.since(kept.begun)
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers, sharded=self.shards is not None)
+        self._gradients = HeldGradients(self.trainer.lightning_module, self.trainer.optimizers)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:
@@ -286,6 +289,7 @@ class LightningRun(Training):
 
     def _mark_end(self, step: int) -> None:
         self.elastic.mark(step)
+        self._gradients.step_over()
         self.mark_step(step)
 
     def validating(self) -> None:
@@ -304,6 +308,7 @@ class LightningRun(Training):
     def _backward(self) -> None:
         """From here on this rank may wait for its peers, and they may make the step without it."""
         self.progress("backward")
+        self._gradients.backward_begins()
         self.state.before_backward()
 
     def _mark(self) -> None:
@@ -384,7 +389,7 @@ class LightningRun(Training):
             self.session.note(note)
 
     def _lost(self) -> list[str]:
-        return [note for note in (self._data.note(), self._optimizers.note()) if note]
+        return [note for note in (self._data.note(), self._optimizers.note(), self._gradients.note()) if note]
 
     def annotate(self, checkpoint: dict[str, Any]) -> None:
         """As `LightningState.annotate`; who resumes is told what the checkpoint does not have."""

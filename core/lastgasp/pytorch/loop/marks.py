@@ -31,10 +31,15 @@ class LoopMarks:
         engine: gets each phase, for the hang watchdog; has the recorder, if there is one.
         first: number of the first step.
         backward_over: called after each backward pass of the training thread that did not raise.
+        backward_begins: called before each.
     """
 
-    def __init__(self, state: TorchState, engine: Engine, first: int, backward_over: Callable[[], None]) -> None:
+    def __init__(
+        self, state: TorchState, engine: Engine, first: int, backward_over: Callable[[], None],
+        backward_begins: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._engine, self._thread, self._backward_over = engine, threading.get_ident(), backward_over
+        self._backward_begins = backward_begins
         device = next(iter(state.devices()), torch.device("cpu"))
         self._ranges = StepRanges(engine.recorder.marks, device, first) if engine.recorder is not None else None
         self._in_step, self._depth = False, 0
@@ -133,6 +138,7 @@ class LoopMarks:
         if threading.get_ident() != self._thread:  # activation checkpoints run backward inside a backward pass
             return original(*args, **kwargs)
         self._engine.progress("backward")
+        self._backward_begins()
         if self._ranges is not None:
             self._ranges.backward.begin()
         try:

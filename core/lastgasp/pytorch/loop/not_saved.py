@@ -8,7 +8,14 @@ from typing import Any
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.unlike import AddedGroups, MadeBuffers
-from lastgasp.pytorch.unsaved import LeftGradients, Unsaved, UnsavedData, UnsavedOptimizers, note_on_hooks
+from lastgasp.pytorch.unsaved import (
+    HeldGradients,
+    LeftGradients,
+    Unsaved,
+    UnsavedData,
+    UnsavedOptimizers,
+    note_on_hooks,
+)
 
 UNEVEN = (
     "under torch's Join ranks may be at different numbers of steps, each with an optimizer state of its own: a resume "
@@ -34,6 +41,8 @@ class NotSaved:
             kept.begun = self._modules.since(kept.begun, kept.same(state))
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), state.containers, sharded=state.sharded)
         self._gradients = LeftGradients(modules, state.optimizers.values()) if state.engine is None else None
+        self._held = HeldGradients(modules, () if state.engine is not None else state.optimizers.values())
+        self.backward_begins = self._held.backward_begins
         self._loaders: list[object] = []
         self._made = MadeBuffers(state.container) if state.engine is None else None
         self._added = AddedGroups(state.optimizers.values() if state.engine is None else ())
@@ -50,6 +59,7 @@ class NotSaved:
         """A step is complete; behind the first one data are as training begins with them."""
         if self._gradients is not None:
             self._gradients.step_over()
+        self._held.step_over()
         if self._note is not None and (added := self._added.new()):
             self._note(added)
         if self._data.new:
@@ -64,5 +74,5 @@ class NotSaved:
         made = "" if self._made is None else self._made.note()
         left = "" if self._gradients is None else self._gradients.note()
         found = [self._modules.note(), self._data.note(), self._optimizers.note(), self._hooks, uneven, made, left]
-        found.append(self._added.note())
+        found += [self._added.note(), self._held.note()]
         return [note for note in found if note]

@@ -164,7 +164,7 @@ class Run:
         self._replicas = watch_replicas(state, life)
         self.not_saved = NotSaved(state, self._again_here.kept, self.engine.note)
         self.moving = MovingParameters.of(state, self.engine.note, self.recorder.queued.mark)
-        self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over)
+        self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over, self.not_saved.backward_begins)
         life.on_close(self.marks.close)
         life.on_close(install_faults(self))
         again_here, device = self._again_here, str(next(iter(state.devices()), "cpu"))
