@@ -460,7 +460,7 @@ def trained_by_two(held: HeldGradients, net: nn.Sequential, two: list[SGD], kind
 def test_gradients_that_are_used_in_a_later_step_are_named(kind: str, named: str) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     two = [SGD(part.parameters(), lr=0.01) for part in net]
-    held = HeldGradients(net, two)
+    held = HeldGradients(net.named_parameters(), two)
     trained_by_two(held, net, two, kind)
     assert (f": {named}. " in held.note()) == bool(named)
     assert bool(held.note()) == bool(named)

@@ -221,12 +221,14 @@ class HeldGradients:
     the same tensors when their optimizer uses them. What is cleared before its own backward pass is another by then.
 
     Args:
-        module: for the names.
+        parameters: with their names.
         optimizers: torch's.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+    def __init__(
+        self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = list(optimizers)
         self._steps, self._due = 0, False
         self._used: list[RemovableHandle] = []
@@ -241,7 +243,7 @@ class HeldGradients:
 
     def backward_begins(self) -> None:
         """Call before each backward pass."""
-        if not self._due or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if not self._due or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         self._due = False
         for optimizer in self._optimizers:

@@ -115,8 +115,7 @@ class LightningRun(Training):
         self.mark_update: Callable[[], None] = _nothing
         self.mark_step: Callable[[int], None] = _nothing
         self.unsaved: Unsaved | None = None
-        self._data, self._optimizers = UnsavedData(), UnsavedOptimizers([])
-        self._gradients = HeldGradients(trainer.lightning_module, ())
+        self._data, self._optimizers, self._gradients = UnsavedData(), UnsavedOptimizers([]), HeldGradients([], [])
         self.selector = LightningSelector(trainer, config, place, session.gather, self.fit)
         self.selector.note = session.note
         self.resume.goes_on, self.resume.job = self._goes_on, place.job
@@ -240,7 +239,7 @@ class LightningRun(Training):
         if self.entry is not None and isinstance(kept := self.entry.objects, KeptTrainer):
             kept.begun = self.unsaved.since(kept.begun)
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers, sharded=self.shards is not None)
-        self._gradients = HeldGradients(self.trainer.lightning_module, self.trainer.optimizers)
+        self._gradients = HeldGradients(self.trainer.lightning_module.named_parameters(), self.trainer.optimizers)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:

@@ -41,7 +41,8 @@ class NotSaved:
             kept.begun = self._modules.since(kept.begun, kept.same(state))
         self._optimizers = UnsavedOptimizers(state.optimizers.values(), state.containers, sharded=state.sharded)
         self._gradients = LeftGradients(modules, state.optimizers.values()) if state.engine is None else None
-        self._held = HeldGradients(modules, () if state.engine is not None else state.optimizers.values())
+        trained = state.optimizers.values() if state.engine is None else ()
+        self._held = HeldGradients(modules.named_parameters(), trained)
         self.backward_begins = self._held.backward_begins
         self._loaders: list[object] = []
         self._made = MadeBuffers(state.container) if state.engine is None else None
