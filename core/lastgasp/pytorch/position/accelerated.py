@@ -12,12 +12,16 @@ from lastgasp.pytorch.position.registry import register_loader
 from lastgasp.pytorch.position.samplers import index_sampler
 from lastgasp.pytorch.rng import RngRecorder
 
+_BEGUN = "_initial_iter_for_state_dict"
+"""Of torchdata's StatefulDataLoader (0.11): whether its `state_dict` has begun the next pass."""
+
 
 class AcceleratedPosition(StreamPosition):
     """A loader of `Accelerator.prepare`, which fetches one batch ahead and counts its passes, by which it shuffles.
 
-    It is iterated again. Its `state_dict` is that of a loader that it may hold, which knows nothing of the batch ahead
-    where there is one rank, and is missing where that loader is torch's own.
+    It is iterated again. Its `state_dict` is that of a loader that it may hold (`use_stateful_dataloader`), which knows
+    nothing of the batch ahead where there is one rank, and is missing where that loader is torch's own. With such a
+    loader and workers the order of the first pass is drawn when accelerate makes it.
     """
 
     live = True
@@ -34,23 +38,36 @@ class AcceleratedPosition(StreamPosition):
         super().begin()
         self.start.generators = []  # they are among its own, of which some samplers make one in their first pass only
         self._number = int(getattr(self.loader, "iteration", 0))
-        self.start.counters = pickle.dumps((self._number, getattr(self._sampler(), "initial_seed", None)))
+        begun = bool(getattr(self._held(), _BEGUN, False))
+        self.start.counters = pickle.dumps((self._number, getattr(self._sampler(), "initial_seed", None), begun))
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """Count as the loader did when the pass began, or when it was over."""
         following, generators = pickle.loads(state) if state else (None, b"")
-        number, seed = pickle.loads(start.counters) if start.counters else (following, None)
+        number, seed, begun = pickle.loads(start.counters) if start.counters else (following, None, False)
         if seed is not None:
             self._sampler().initial_seed = seed
         self._number = following if over else number
         if self._number is not None and hasattr(self.loader, "iteration"):
             self.loader.iteration = self._number
+        self._begin_ahead(begun and not over)
         return super().resume(start, generators, consumed, over)
 
     def state(self) -> bytes:
         """The number of the next pass, if this one ends here, and the generators."""
         ended = bool(getattr(self.loader, "end_of_dataloader", False))
         return pickle.dumps(((self._number or 0) + ended, super().state()))
+
+    def _begin_ahead(self, begun: bool) -> None:
+        """A loader of torchdata's is asked for its state when accelerate makes it, which begins its first pass."""
+        held = self._held()
+        if hasattr(held, _BEGUN) and getattr(held, _BEGUN) != begun:
+            held.load_state_dict({})
+            if begun:
+                held.state_dict()
+
+    def _held(self) -> Any:
+        return getattr(self.loader, "base_dataloader", None)
 
     def _sampler(self) -> Any:
         """The one that shuffles, behind those that take shares."""

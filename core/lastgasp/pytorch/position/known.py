@@ -169,12 +169,17 @@ def _hugging_face(loader: Any, recorder: RngRecorder) -> LoaderPosition:
 
 
 def _loses_some(dataset: Any) -> bool:
-    """Its state is not exact: what is in a shuffle buffer, or in a batch of Arrow rows that is mapped, is lost."""
+    """Its state is not exact: what is in a shuffle buffer, or in a batch of Arrow rows that is mapped, is lost.
+
+    So is the rest of a shard of a `Dataset` (`to_iterable_dataset`) that is mapped or filtered, in datasets 4.4.1.
+    """
     nodes = list(_nodes(dataset._ex_iterable))
     table = any(getattr(getattr(node, "formatting", None), "is_table", False) for node in [*nodes, dataset])
     table = table or getattr(getattr(dataset, "_formatting", None), "is_table", False)
     buffered = any("Buffer" in type(node).__name__ for node in nodes)
-    return buffered or (table and any(getattr(node, "batched", False) for node in nodes))
+    names = {type(node).__name__ for node in nodes}
+    rest = {"FormattedExamplesIterable", "ArrowExamplesIterable"} <= names
+    return buffered or rest or (table and any(getattr(node, "batched", False) for node in nodes))
 
 
 def _nodes(node: Any) -> Iterator[Any]:
@@ -182,6 +187,14 @@ def _nodes(node: Any) -> Iterator[Any]:
     for inner in [*getattr(node, "ex_iterables", []), getattr(node, "ex_iterable", None)]:
         if inner is not None:
             yield from _nodes(inner)
+
+
+def _torchdata(loader: Any, recorder: RngRecorder) -> LoaderPosition:
+    """Its state has in it that of its dataset, which may be inexact: it is iterated again then."""
+    module = type(loader.dataset).__module__
+    if module == "datasets.iterable_dataset" and _loses_some(loader.dataset):
+        return StreamPosition(loader, recorder)
+    return TorchdataPosition(loader, recorder)
 
 
 def _uncounted(loader: Any, recorder: RngRecorder) -> LoaderPosition:
@@ -194,4 +207,4 @@ register_loader("datasets.iterable_dataset:IterableDataset", _hugging_face)
 register_loader("webdataset.pipeline:DataPipeline", PipelinePosition)
 register_loader("litdata.streaming.dataloader:StreamingDataLoader", LitdataPosition)
 register_loader("streaming.base.dataloader:StreamingDataLoader", StreamingPosition)
-register_loader("torchdata.stateful_dataloader:StatefulDataLoader", TorchdataPosition)
+register_loader("torchdata.stateful_dataloader:StatefulDataLoader", _torchdata)

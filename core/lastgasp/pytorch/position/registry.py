@@ -36,10 +36,12 @@ def position_of(loader: Any, recorder: RngRecorder, replay: bool = False) -> Loa
         replay: draw the consumed batches of a map-style loader again, rather than skip them in its sampler.
     """
     for subject in (loader, getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None):
-        for known, factory in _registered:
-            kind = _resolved(known)
-            if kind is not None and isinstance(subject, kind):
-                return factory(loader, recorder)
+        kinds = [(kind, factory) for known, factory in _registered if (kind := _resolved(known)) is not None]
+        found = [one for one in kinds if issubclass(type(subject), one[0])]
+        # Others only say that they are of that type, by `__class__`: accelerate's that it is the loader that it holds.
+        found += [one for one in kinds if isinstance(subject, one[0])]
+        if found:
+            return found[0][1](loader, recorder)
     return builtin_position(loader, recorder, replay)
 
 
