@@ -211,6 +211,36 @@ def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) ->
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 
 
+STOPPED_INSIDE = """
+import os, signal, sys, time, types
+from pathlib import Path
+from torch.distributed.elastic.metrics import api
+
+def clock():
+    now, caller = time.time(), sys._getframe(1).f_locals
+    if getattr(caller.get("f"), "__name__", "") == "_monitor_workers" and Path(sys.argv[0]).with_name("now").exists():
+        os.kill(os.getpid(), signal.SIGTERM)  # until it is heard
+    return now
+
+api.time = types.SimpleNamespace(time=clock)
+from lastgasp.cli import main
+main(prog_name="lastgasp")
+"""
+
+
+def test_the_launcher_is_told_to_stop_while_torch_reads_the_clock(tmp_path: Path) -> None:
+    """Where its handler raises in that moment, torch's timing of a look at the workers ends in an UnboundLocalError."""
+    script, directory = tmp_path / "launch.py", tmp_path / "d"
+    script.write_text(STOPPED_INSIDE)
+    asked = run(WORKER, directory, "stuck", 4)
+    with running(tmp_path, [asked[0], str(script), *asked[3:]]) as [job]:
+        ranks_told(directory, 0)
+        (tmp_path / "now").touch()
+        assert job.code() == exitcodes.SAVED, job.output[-4000:]
+    [incident] = incidents(directory)
+    assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
+
+
 @pytest.mark.full
 def test_the_launcher_is_told_to_stop_once_training_is_over(tmp_path: Path) -> None:
     """The ranks save their results: they are let, and the job has succeeded."""

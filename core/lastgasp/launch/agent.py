@@ -43,6 +43,7 @@ from lastgasp.launch.missing import Waiting, hosts_in, is_alone
 from lastgasp.launch.numbers import max_restarts_given
 from lastgasp.launch.older_torch import shut_down
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
+from lastgasp.launch.stop_signals import StopSignals, stop_this_launcher
 from lastgasp.launch.stores import guard_connections, tell_newcomers
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_torch import differs, forking, ranks_of
@@ -66,15 +67,14 @@ class GaspAgent(LocalElasticAgent):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._asked = asked()
-        self._attempts = LaunchAttempts()
+        self._asked, self._attempts = asked(), LaunchAttempts()
         self._restarts = Restarts(always=ours())
         self._attempt: LaunchAttempt | None = None
         self._mark = ""
         self._job_log = JobLog()
         self._hosts: Counter[str] | None = None
         self._ever_used = False
-        self._stopping = threading.Event()
+        self._stopping, self._signals = threading.Event(), StopSignals()
         self._warm, self._code = Warm(), CodeFile()
         self._in_place: InPlace | None = None
         self._guest: Guest | None = None
@@ -139,6 +139,7 @@ class GaspAgent(LocalElasticAgent):
         self._attempts.export(self._attempt.environment | own)
         with forking(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
+        self._signals.take_over()
         os.environ.pop(JOINS, None)
         self._attempt.report_start(str(self._warm.start))
         self._in_place = InPlace(
@@ -165,6 +166,7 @@ class GaspAgent(LocalElasticAgent):
         close = context.close
 
         def hold_and_close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            self._signals.at_once()
             if death_sig is None and self._in_use():  # torch has seen a worker fail
                 self._allow_restarts(worker_group)
                 if self._hold(worker_group):
@@ -234,6 +236,10 @@ class GaspAgent(LocalElasticAgent):
         if self._guest is not None:
             self._wait_as_guest(self._guest, worker_group)
             return RunResult(state=WorkerState.HEALTHY)
+        with self._signals:
+            return self._look(worker_group)
+
+    def _look(self, worker_group: WorkerGroup) -> RunResult:
         # Under plain torchrun, unprotected ranks leave torchrun's own rule as it is.
         used = self._in_use() or (ours() and self._attempt is not None and self._attempt.joined())
         result: RunResult = super()._monitor_workers(worker_group)
@@ -392,7 +398,7 @@ class GaspAgent(LocalElasticAgent):
         """Run to the end; a job that makes no progress, or loses its rendezvous, ends with a code that says so."""
         global last_ending
         ending, stopped = "stopped", False
-        reset = ResetWatch(_stop_this_launcher, when=self._is_ours)
+        reset = ResetWatch(stop_this_launcher, when=self._is_ours)
         forwarder = Forwarder(self._stopping, self._to_be_told)
         lost: Exception | None = None
         try:
@@ -442,8 +448,3 @@ class GaspAgent(LocalElasticAgent):
             return error
         write_error(f"lastgasp: {lost_rendezvous(error, self._hosts, word.safe)}")
         return SystemExit(code)
-
-
-def _stop_this_launcher() -> None:
-    """As if the user stopped the job: the ranks save, and the launcher ends with the code that says so."""
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -22,6 +22,7 @@ from lastgasp.launch.joblog import JobLog
 from lastgasp.launch.msattempts import MsAttempts
 from lastgasp.launch.msworkers import Worker, keep_logs, wait_shown, workers_of
 from lastgasp.launch.restarts import DEFAULT_MAX_RESTARTS, Restarts
+from lastgasp.launch.stop_signals import stop_this_launcher
 from lastgasp.steps.recover import recover_orphans
 
 log = logging.getLogger("lastgasp.launch")
@@ -69,7 +70,7 @@ class Watch:
 
     def run(self) -> None:
         """Run the complete job; never raises for a fault of its workers."""
-        reset = ResetWatch(_stop_this_launcher)
+        reset = ResetWatch(stop_this_launcher)
         with self._signals():
             try:
                 self.code = self._run_attempts()
@@ -263,7 +264,3 @@ class Watch:
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self._told = self._told or signal.Signals(number)
-
-
-def _stop_this_launcher() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,63 @@
+"""Signals that ask the launcher to stop, put off while it looks at its workers.
+
+torch's handler raises its SignalException wherever the launcher is. Raised inside of torch's own timing of that look,
+it ended as an UnboundLocalError, and a handler of the `logging` module would swallow it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_TORCHS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+class StopSignals:
+    """A context: what arrives inside of it is handled at its end, or from `at_once` on."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._puts_off = False
+        self._noted: int | None = None
+
+    def take_over(self) -> None:
+        """Stand before the handlers that torch sets in each attempt (of TORCHELASTIC_SIGNALS_TO_HANDLE)."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # torch has set none
+        for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHS).split(","):
+            number = getattr(signal, name.strip(), None)
+            handler = signal.getsignal(number) if isinstance(number, signal.Signals) else None
+            if number is not None and callable(handler) and handler != self._handle:
+                self._handlers[number] = handler
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._puts_off:
+            self._noted = number
+        else:
+            self._handlers[number](number, frame)
+
+    def at_once(self) -> None:
+        """From now on to the end of the context, as without it: what follows may wait for long.
+
+        Raises:
+            SignalException: one has arrived; raised by torch's handler.
+        """
+        self._puts_off = False
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            self._handlers[noted](noted, None)
+
+    def __enter__(self) -> None:
+        self._puts_off = True
+
+    def __exit__(self, *_: object) -> None:
+        self.at_once()
+
+
+def stop_this_launcher() -> None:
+    """As if the user stopped the job: the ranks save, and the launcher ends with the code that says so."""
+    os.kill(os.getpid(), signal.SIGTERM)

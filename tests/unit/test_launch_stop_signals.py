@@ -1,0 +1,86 @@
+"""Signals for the launcher, put off while it looks at its workers: none is lost, none comes twice."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from lastgasp.launch.stop_signals import StopSignals
+
+
+class Stopped(Exception):
+    """As torch's."""
+
+
+def handler(number: int, frame: object) -> None:
+    raise Stopped(signal.Signals(number).name)
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignals]:
+    """Of two signals that torch handles; the third name is none of this platform."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1, SIGUSR2,SIGNOTHERE")
+    numbers = signal.SIGUSR1, signal.SIGUSR2
+    before = [signal.signal(number, handler) for number in numbers]
+    made = StopSignals()
+    made.take_over()
+    yield made
+    for number, old in zip(numbers, before, strict=True):
+        signal.signal(number, old)
+
+
+def test_one_outside_is_raised_where_it_arrives(signals: StopSignals) -> None:
+    with pytest.raises(Stopped, match="SIGUSR1"):
+        signal.raise_signal(signal.SIGUSR1)
+    signals.take_over()  # of the next attempt, where nobody has set another one
+    with signals:
+        pass
+    with pytest.raises(Stopped, match="SIGUSR2"):
+        signal.raise_signal(signal.SIGUSR2)
+
+
+def test_one_inside_is_raised_once_at_the_end(signals: StopSignals) -> None:
+    reached = []
+
+    def look() -> None:
+        with signals:
+            signal.raise_signal(signal.SIGUSR2)
+            reached.append("behind")
+
+    with pytest.raises(Stopped, match="SIGUSR2"):
+        look()
+    assert reached == ["behind"]
+    with signals:
+        pass
+
+
+def test_it_counts_more_than_what_the_look_raised(signals: StopSignals) -> None:
+    def look() -> None:
+        with signals:
+            signal.raise_signal(signal.SIGUSR1)
+            raise RuntimeError("the rendezvous is gone")
+
+    with pytest.raises(Stopped, match="SIGUSR1") as raised:
+        look()
+    assert isinstance(raised.value.__context__, RuntimeError)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_waits_for_long_is_interrupted(before: bool, signals: StopSignals) -> None:
+    def look() -> None:
+        with signals:
+            steps = [lambda: signal.raise_signal(signal.SIGUSR1), signals.at_once]
+            for step in steps if before else reversed(steps):
+                step()
+            pytest.fail("put off")
+
+    with pytest.raises(Stopped, match="SIGUSR1"):
+        look()
+
+
+def test_what_is_ignored_stays_so(signals: StopSignals) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals.take_over()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
