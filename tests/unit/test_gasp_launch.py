@@ -32,6 +32,7 @@ from lastgasp.launch import finishing
 from lastgasp.launch.agent import GaspAgent
 from lastgasp.launch.attempts import LaunchAttempt, LaunchAttempts
 from lastgasp.launch.finishing import FINISH
+from lastgasp.launch.stop_signals import StopSignals
 from lastgasp.session import Contact
 from lastgasp.steps.attach import Marking, open_recorder
 from lastgasp.topology import data_parallel
@@ -380,7 +381,7 @@ def test_torch_cannot_send_its_signals_past_the_hold(monkeypatch: pytest.MonkeyP
     """Whenever torch's own poll finds the dead worker, it closes; that is where it holds."""
     log: list[str] = []
     agent = GaspAgent.__new__(GaspAgent)
-    agent._attempts, agent._attempt = LaunchAttempts(), LaunchAttempt(number=0)
+    agent._attempts, agent._attempt, agent._signals = LaunchAttempts(), LaunchAttempt(number=0), StopSignals()
     agent._in_place = SimpleNamespace(report_exits=lambda failed: log.append("told"))  # type: ignore[assignment]
     monkeypatch.setattr(agent, "_failed", lambda group: {0: "exited with code 87"})
     monkeypatch.setattr(LaunchAttempt, "in_use", lambda self: used)
