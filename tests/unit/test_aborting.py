@@ -79,6 +79,7 @@ def test_one_that_does_not_end_is_not_waited_for_without_end(
     with pytest.raises(RuntimeError, match="cannot train again"):
         aborting.require_aborted()
     both.abort()
+    monkeypatch.setattr(aborting, "LIMIT", 60.0)
     assert aborting.abort_groups(), "the same abort is waited for"
     aborting.require_aborted()
 

@@ -79,7 +79,7 @@ def test_ranks_and_operators_get_in_and_what_they_say_cannot_be_read(
 def test_a_rank_without_tls_is_told_what_is_missing(secured: ControllerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     drop(monkeypatch)
     with pytest.raises(ControlError, match="LASTGASP_TLS_CERT"):
-        OperatorLink(secured.endpoint.address, secured.endpoint.token, seconds=2.0)
+        OperatorLink(secured.endpoint.address, secured.endpoint.token, seconds=60.0)
 
 
 def test_a_rank_with_tls_and_a_controller_without(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

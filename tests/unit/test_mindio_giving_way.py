@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lastgasp import _clock
 from lastgasp.backends.ascend.mindio import early, giving_way
+from lastgasp.backends.ascend.mindio import parking as parking_module
 from lastgasp.backends.ascend.mindio.early import Early, reboot_type
 from lastgasp.backends.ascend.mindio.giving_way import GivingWay
 from lastgasp.backends.ascend.mindio.parking import Parking
@@ -184,9 +185,12 @@ def test_it_does_not_speak_for_a_rank_that_may_have_a_new_process(
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_who_waits_for_orders_does_so_without_the_store(takes: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_for_orders_does_so_without_the_store(
+    takes: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is said once that the other process of the rank cannot be asked. Where no order comes, that is known."""
-    released, looks = threading.Event(), list[int]()
+    released, looks, late = threading.Event(), list[int](), [0.0]
+    monkeypatch.setattr(parking_module, "_clock", SimpleNamespace(monotonic=lambda: _clock.monotonic() + late[0]))
 
     class Api:
         """MindIO."""
@@ -199,17 +203,19 @@ def test_who_waits_for_orders_does_so_without_the_store(takes: bool, caplog: pyt
 
         def tft_wait_repair_action(self) -> int:
             """Once the test lets it."""
-            released.wait(10)
+            released.wait(60)
             parking.rolled_back(9)
             return 0
 
     def fails() -> None:
         looks.append(1)
-        if takes and len(looks) == 2:
+        if len(looks) == 2 and takes:
             released.set()
+        elif len(looks) == 2:
+            late[0] = 120.0
         raise RuntimeError("no store")
 
-    parking = Parking(Api(), 0, RankStatus(), True, 10.0 if takes else 0.5)
+    parking = Parking(Api(), 0, RankStatus(), True, 120.0)
     parking.at_each_look = fails
     try:
         assert (parking.wait("exception", "STEP FINISH") is not None) == takes

@@ -383,8 +383,8 @@ def test_all_ranks_know_of_all_or_who_did_not_come(
     absent: int | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that comes later, too."""
-    monkeypatch.setattr(exchange, "WAIT", 0.3)
-    monkeypatch.setattr(exchange, "MARGIN", 0.3)
+    monkeypatch.setattr(exchange, "WAIT", 60.0 if absent is None else 0.3)  # nobody is late who comes
+    monkeypatch.setattr(exchange, "MARGIN", 0.3 if absent == 0 else 60.0)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def ask(rank: int) -> Any:

@@ -346,7 +346,7 @@ def test_a_device_whose_queue_is_full_is_made_to_take_work(takes: bool, monkeypa
     """Work behind a collective that never ends: at some point no thread can give the device any more."""
     training = Training()
     nccl = Nccl(training, monkeypatch)
-    monkeypatch.setattr(queued_module, "TAKES_WORK", 0.05)
+    monkeypatch.setattr(queued_module, "TAKES_WORK", 60.0 if takes else 0.05)
     training.step()
     if not takes:
         training.peer.clear()
@@ -359,13 +359,17 @@ def test_a_device_whose_queue_is_full_is_made_to_take_work(takes: bool, monkeypa
 def test_a_device_that_takes_no_more_work_while_a_gasp_reads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one connection to the device all streams share a queue, and the training thread queues a wait later."""
     training = Training()
-    nccl = Nccl(training, monkeypatch)
-    monkeypatch.setattr(queued_module, "TAKES_WORK", 0.05)
+    nccl, taken = Nccl(training, monkeypatch), threading.Event()
+
+    def takes_work() -> bool:  # at once, also where a machine is so busy that a copy is late
+        taken.set()
+        return training.peer.is_set()
+
+    monkeypatch.setattr(training.work, "_takes_work", takes_work)
     monkeypatch.setattr(queued_module, "LOOKS_EVERY", 0.01)
-    monkeypatch.setattr(queued_module, "_copy_one", lambda device: training.peer.wait(60.0))
     training.step()
     with training.work.reading():
-        time.sleep(0.05)
+        assert taken.wait(60.0)
         training.peer.clear()
         assert training.peer.wait(60.0)
     assert nccl.aborts == 1
