@@ -516,6 +516,15 @@ def test_where_nobody_can_take_a_dead_ranks_place_the_others_go_on_with_new_numb
     )
 
 
+def test_where_a_new_process_would_take_too_long_the_others_go_on_and_take_it_in_later() -> None:
+    """A job that may shrink restarted where its ranks had started slowly, though nobody waits for the new process."""
+    job = Job(offer=msgspec.structs.replace(FEWER, no_process=""), elastic=ALL)
+    job.machine.slow = "rank 0 took 95 s"
+    lose(job, 1)
+    assert (job.again().rung, job.again().members) == ("shrink", (0, 2))
+    assert job.machine.shrunk == "rank 1 could not get new processes (rank 0 took 95 s): training goes on with 2 of 3 ranks"
+
+
 def test_a_rank_that_goes_on_and_lost_the_step_takes_it_by_the_new_numbers() -> None:
     job = Job(offer=FEWER, elastic=ALL)
     job.die(0)

@@ -307,7 +307,7 @@ class Ladder(LadderState):
         if why := self._forbidden(lost) or self._impossible(step, lost, stay):
             return why
         assert self.offer is not None and self.arenas is not None
-        if lost and (why := self.offer.no_process or self.elsewhere(self.offer.others)):
+        if lost and (why := self._no_process()):
             return why
         held = arenas_held(self.arenas, self.members, self._damaged)
         found = arenas_to_take(step, lost, self.members, held, self.arenas, self.replicas)
@@ -342,8 +342,6 @@ class Ladder(LadderState):
             return "it is not the first training of its script: no rank is replaced"
         if self.unwise:
             return self.unwise
-        if lost and self.slow and not self._from_files:  # those who begin with files may take as long as they like
-            return self.slow
         causes = [fault for fault in self.faults if fault.kind != "peer"]
         others = [fault for fault in causes if fault.rank not in lost or fault.kind not in ("killed", "hang", "lost")]
         for fault in others:

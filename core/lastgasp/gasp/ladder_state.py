@@ -150,6 +150,8 @@ class LadderState(Machine):
         cap = min((self._recovery[rank] for rank in self._here or self._recovery), default="")
         if cap in ("retry", "fewer"):
             return f"recovery={cap}: no rank is replaced"
+        if self.slow and not self._from_files:  # those who begin with files may take as long as they like
+            return self.slow
         return self.offer.no_process or self.elsewhere(self.offer.others)
 
     def _lost_ranks(self) -> tuple[int, ...]:
