@@ -35,11 +35,11 @@ def test_killed_rank_while_its_peers_are_stuck(tmp_path: Path, victim: int) -> N
         # The dead rank's random state was rescued from its crash-safe buffer.
         assert save["aux"] == {str(r): f"rank {r} step 2" for r in range(3)}
         assert [job.ranks[r].code() for r in survivors] == [exitcodes.SAVED] * 2
+        until(lambda: "SIGKILL" in job.incident().faults[0].cause, "the kernel says how the dead rank has ended")
         incident = job.incident()
     assert job.saved() == ["step-2.toy"]
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 2, 0)
     assert [(f.rank, f.kind) for f in incident.faults] == [(victim, "killed")]
-    assert "SIGKILL" in incident.faults[0].cause
     phases = incident.phases
     order = [phases.fault, phases.detected, phases.agreed, phases.saved, phases.committed, phases.released]
     assert order == sorted(t for t in order if t is not None)

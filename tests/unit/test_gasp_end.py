@@ -76,6 +76,11 @@ def unsent(link: Link) -> int:
     return int.from_bytes(fcntl.ioctl(link.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
+def arrived(link: Link) -> None:
+    """What was sent is in the controller's socket: the kernel may pace small messages."""
+    until(lambda: unsent(link) == 0, "the kernel to deliver it all")
+
+
 def saw_death(controller: ControllerThread, at_ns: int) -> None:
     """The watch sees that rank 1's process has died."""
     controller._controller._saw_death(1, NO_PROCESS, "process 7 died", at_ns)
@@ -87,6 +92,7 @@ def test_a_goodbye_that_is_still_in_the_socket_counts_before_the_death_behind_it
         until(lambda: member(controller, 1) == (False, ""), "rank 1 to be known")
         with held(controller):
             links[1].send(m.Goodbye())
+            arrived(links[1])
             saw_death(controller, time.time_ns())
         until(lambda: member(controller, 1)[0], "the goodbye to be heard")
         links[1].close()
@@ -103,7 +109,7 @@ def test_what_a_rank_raised_counts_before_its_death() -> None:
             for _ in range(300):
                 links[1].send(m.Status(step=3, durable=3, tick=1, phase="data"))
             links[1].send(m.Report(fault=fault))
-            until(lambda: unsent(links[1]) == 0, "the kernel to deliver it all, which paces so many small messages")
+            arrived(links[1])
             saw_death(controller, time.time_ns())
         until(lambda: len(faults(controller)) == 2, "both to be known")
         first = faults(controller)[0]
@@ -114,6 +120,7 @@ def test_the_launchers_word_waits_for_the_goodbye_as_well() -> None:
     with two_links() as (controller, links):
         with held(controller):
             links[1].send(m.Goodbye())
+            arrived(links[1])
             controller.report_exit(1, "exited with code 1")
         until(lambda: member(controller, 1)[0], "the goodbye to be heard")
         controller.report_exit(1, "exited with code 1")
