@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import multiprocessing
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from frameworks.position_rig import Loop, Ran, Stopped
 from frameworks.test_positions import Numbers, Stream
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.position import CHANGED, STREAM, WORKERS, position_of
+from lastgasp.pytorch.position.accelerated import AcceleratedPosition
 from lastgasp.pytorch.position.known import DatasetPosition, LitdataPosition, PipelinePosition, StreamingPosition
 
 pytestmark = pytest.mark.usefixtures("childrens_signal")
@@ -108,6 +110,20 @@ def test_accelerate_with_a_stateful_loader_and_workers(stop: int, restored_envir
         assert isinstance(resumed, Ran)
         same = resumed.batches == whole.batches[stop:]
         assert (same, resumed.inexact == CHANGED) == ((number == 3 or stop == 7), not same)
+
+
+def test_accelerate_goes_on_from_an_older_checkpoint(restored_environ: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which does not say whether a loader of torchdata's has begun."""
+    begin = AcceleratedPosition.begin
+
+    def as_before(self: AcceleratedPosition) -> None:
+        begin(self)
+        self.start.counters = pickle.dumps(pickle.loads(self.start.counters)[:2])
+
+    loop = Loop(accelerated("seeded", 0), epochs=3)
+    whole = loop.whole()
+    monkeypatch.setattr(AcceleratedPosition, "begin", as_before)
+    loop.check(SOME, whole)
 
 
 # -- WebDataset -----------------------------------------------------------------------------------------------
@@ -229,6 +245,18 @@ def test_hugging_face_in_torchdatas_loader(kind: str) -> None:
     made = hugging_face(kind)
     loop = Loop(lambda: stateful(made().dataset, 4), epochs=3, epoch=epoch_of_dataset)
     assert loop.check(STOPS) == ""
+
+
+def test_a_subclass_of_hugging_faces_dataset_in_torchdatas_loader() -> None:
+    stateful = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    made = hugging_face("mapped-by-row")
+
+    def make() -> Any:
+        dataset = made().dataset
+        dataset.__class__ = type("OfAUser", (type(dataset),), {"__module__": __name__})
+        return stateful(dataset, 4)
+
+    assert Loop(make, epochs=3, epoch=epoch_of_dataset).check(STOPS) == ""
 
 
 def test_hugging_face_reads_nothing_again_where_its_state_is_exact() -> None:

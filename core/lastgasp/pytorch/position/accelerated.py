@@ -44,7 +44,8 @@ class AcceleratedPosition(StreamPosition):
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """Count as the loader did when the pass began, or when it was over."""
         following, generators = pickle.loads(state) if state else (None, b"")
-        number, seed, begun = pickle.loads(start.counters) if start.counters else (following, None, False)
+        number, seed, *rest = pickle.loads(start.counters) if start.counters else (following, None)
+        begun = any(rest)  # older checkpoints, which have none of it, are not of such loaders
         if seed is not None:
             self._sampler().initial_seed = seed
         self._number = following if over else number

@@ -191,8 +191,7 @@ def _nodes(node: Any) -> Iterator[Any]:
 
 def _torchdata(loader: Any, recorder: RngRecorder) -> LoaderPosition:
     """Its state has in it that of its dataset, which may be inexact: it is iterated again then."""
-    module = type(loader.dataset).__module__
-    if module == "datasets.iterable_dataset" and _loses_some(loader.dataset):
+    if hasattr(loader.dataset, "_ex_iterable") and _loses_some(loader.dataset):  # Hugging Face's, or a subclass of it
         return StreamPosition(loader, recorder)
     return TorchdataPosition(loader, recorder)
 
