@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from lastgasp.testing.faults import read_log
 from lastgasp.testing.jobs import MARK, marked, read_proc
 from lastgasp.testing.weights import differences
 from support import prefork
+from support.hosts import needs_hosts
 from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, until
 from support.prefork import Prefork
 
@@ -82,12 +85,17 @@ def test_ranks_are_forked_after_a_kill(
 
 
 @contextmanager
-def gated(folder: Path, **variables: str) -> Iterator[tuple[Running, Path]]:
-    """A job without torch in its ranks; one kills itself after step 3, which comes once the test opens the gate."""
+def gated(folder: Path, command: tuple[str, ...] = (), **variables: str) -> Iterator[tuple[Running, Path]]:
+    """A job without torch in its ranks; one kills itself after step 3, which comes once the test opens the gate.
+
+    Args:
+        command: what starts it, in place of its Python.
+    """
     directory = folder / "d"
-    command = run(SUPPORT / "launch_worker.py", directory, "gated", 3)
+    python, *words = run(SUPPORT / "launch_worker.py", directory, "gated", 3)
+    command = (*(command or (python,)), *words)
     loud = {"LASTGASP_LOG": "debug", "LASTGASP_WARM": "auto"}
-    with running(folder, command, **loud, **variables) as [job]:
+    with running(folder, [*command], **loud, **variables) as [job]:
         yield job, directory
         (directory / "go").touch()
         assert job.code() == 0, job.output[-4000:]
@@ -107,6 +115,19 @@ def test_an_import_that_starts_a_thread_is_reported_and_ranks_start_as_before(tm
     [line] = [line for line in job.output.splitlines() if REFUSED in line]
     assert line.endswith("an import has started a thread")
     assert restart_of(directory) == "cold: an import has started a thread"
+
+
+@needs_hosts
+def test_the_first_process_of_a_container_without_a_home_forks_its_ranks(tmp_path: Path) -> None:
+    """matplotlib made a folder in each process there; and the warm process counted as left by the dead ranks."""
+    alone = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", sys.executable)
+    folders = set(Path(tempfile.gettempdir()).glob("*matplotlib*"))
+    places = {"HOME": "/dev/null", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": "", "MPLCONFIGDIR": ""}
+    with gated(tmp_path, alone, LAUNCH_WORKER_IMPORT="matplotlib", **places) as (job, directory):
+        until(lambda: READY in job.output or REFUSED in job.output, "the warm process is ready")
+    assert restart_of(directory) == "warm", job.output[-4000:]
+    assert "left running" not in job.output
+    assert set(Path(tempfile.gettempdir()).glob("*matplotlib*")) == folders
 
 
 def test_the_death_of_the_warm_process_costs_nothing(tmp_path: Path) -> None:

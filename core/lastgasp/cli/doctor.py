@@ -32,7 +32,7 @@ docs/doctor.md. No framework is imported, and nothing is changed but for a probe
 Examples:
   lastgasp doctor ckpts
   lastgasp doctor ckpts --dp-size 16 --replicas 2 --save-seconds 240
-  lastgasp doctor --json | jq '.findings[] | select(.severity == "error")'
+  lastgasp doctor --json | jq '.diagnoses[] | select(.severity == "error")'
 
 \b
 Exit codes:

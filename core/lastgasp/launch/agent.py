@@ -128,7 +128,7 @@ class GaspAgent(LocalElasticAgent):
         mark = self._mark
         self._reap(worker_group)
         if mark and not self._mark and self._is_ours():
-            orphans.tell_of_others(mark)
+            orphans.tell_of_others(mark, self._warm.pid)
         self._mark = orphans.new_mark()
         self._stopping.clear()
         least = least_ranks(self._asked, rdzv, len(worker_group.workers), worker_group.group_world_size or 1)

@@ -74,16 +74,32 @@ def _end_helpers(pids: Iterable[int], command: Sequence[str]) -> list[int]:
         time.sleep(0.005)
     if found:
         log.warning("ended %d helper processes that dead ranks had left: %s", len(found), found)
+    if os.getpid() == 1:
+        _collect_orphans()
     return found
 
 
-def tell_of_others(mark: str) -> None:
+def _collect_orphans() -> None:
+    """What has ended of the orphans that a container's first process gets, which it alone can remove.
+
+    Its own children, of which others wait for the exit codes, begin sessions of their own or stay in its session.
+    """
+    for pid in _all():
+        if _field(pid, _PARENT) == os.getpid() and _field(pid, _SESSION) not in (pid, os.getsid(0)):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def tell_of_others(mark: str, own: int = 0) -> None:
     """Log what else the workers of the attempt `mark` have started, such as a server, once they have ended.
 
     It is left alone, as by torchrun; but new workers may need what it holds.
+
+    Args:
+        own: process id of the launcher's own that has the mark, too.
     """
     here = os.getpid() if os.getpid() != 1 else -1  # children of the launcher are no orphans, unless all orphans are
-    left = [(pid, _read(pid, "cmdline")) for pid in _of_attempt(mark) if _field(pid, _PARENT) != here]
+    left = [(pid, _read(pid, "cmdline")) for pid in _of_attempt(mark) if pid != own and _field(pid, _PARENT) != here]
     others = [f"{pid} ({_shown(cmdline)})" for pid, cmdline in left if _is_users(cmdline)]
     if others:
         shown = ", ".join(others[:_SHOWN]) + (" and more" if len(others) > _SHOWN else "")

@@ -17,6 +17,7 @@ from lastgasp import _clock
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.imported import VARIABLE, Imported
 from lastgasp.launch.forked import ForkedProcess
+from lastgasp.launch.matplotlib_folder import MatplotlibFolder
 from lastgasp.launch.warm_checks import AT_LOADING, changed_since, times
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
 
@@ -85,6 +86,7 @@ class Warm:
     _file: int = field(default_factory=lambda: os.memfd_create("lastgasp-imported", os.MFD_CLOEXEC))
     _begun: float = 0.0
     _lost: str = ""
+    _matplotlib: MatplotlibFolder = field(default_factory=MatplotlibFolder)
     _known: dict[str, int] = field(default_factory=dict)
     """When the user's files were changed that the ranks had imported."""
 
@@ -92,9 +94,9 @@ class Warm:
         """Ranks are about to be started. Returns what their environment needs."""
         self.start = Start()
         if self.why or self._process is not None:
-            return {VARIABLE: ""}
+            return {VARIABLE: ""} | self._matplotlib.variables()
         os.ftruncate(self._file, 0)
-        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._file}"}
+        return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._file}"} | self._matplotlib.variables()
 
     def look(self, ranks: Ranks) -> None:
         """Between two looks at the workers: start the process once it is known what to import, see that it is ready."""
@@ -127,6 +129,11 @@ class Warm:
         return forked
 
     @property
+    def pid(self) -> int:
+        """The warm process's id; 0 where there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
     def changed(self) -> str:
         """Which file has changed since the running ranks imported it, in words; a new rank would be another program."""
         return changed_since(self._known)
@@ -143,6 +150,7 @@ class Warm:
         if self._process is not None:
             self._process.close()
             self._process = None
+        self._matplotlib.close()
         self.why = self.why or "the job has ended"
         if self._file >= 0:
             os.close(self._file)

@@ -1,0 +1,32 @@
+"""A launcher that is the first process of a container gets what dead ranks have left, and removes what has ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from support.hosts import needs_hosts
+
+FIRST = """
+import os, subprocess, sys, time
+from lastgasp.launch import orphans
+
+assert os.getpid() == 1
+leaves = "import os, subprocess; print(subprocess.Popen(['sleep', '0.2']).pid, flush=True); os._exit(0)"
+rank = subprocess.Popen([sys.executable, "-c", leaves], stdout=subprocess.PIPE, start_new_session=True)
+left = int(rank.stdout.read())
+own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+state = lambda pid: open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+while [state(left), state(own.pid), state(rank.pid)] != ["Z", "Z", "Z"]:
+    time.sleep(0.01)
+orphans.reap("no such attempt")
+assert not os.path.exists(f"/proc/{left}")
+assert (own.wait(), rank.wait()) == (7, 0)
+"""
+
+
+@needs_hosts
+def test_the_first_process_removes_orphans_and_leaves_the_exit_codes_of_its_children() -> None:
+    command = ["unshare", "--pid", "--mount-proc", "--fork", "--kill-child", sys.executable, "-c", FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
