@@ -465,3 +465,20 @@ def test_gradients_that_are_used_in_a_later_step_are_named(kind: str, named: str
     assert (f": {named}. " in held.note()) == bool(named)
     assert bool(held.note()) == bool(named)
     assert len(two[0]._optimizer_step_pre_hooks) + len(two[1]._optimizer_step_pre_hooks) <= 1
+
+
+class Wrapped(SGD):
+    """As some make it: an optimizer by type alone, which holds another one and lacks what `Optimizer` sets up."""
+
+    def __init__(self, inner: SGD) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+
+def test_an_optimizer_that_cannot_be_hooked_is_not_looked_at() -> None:
+    net = nn.Linear(2, 1)
+    held = HeldGradients(net.named_parameters(), [Wrapped(SGD(net.parameters(), lr=0.1))])
+    for _ in range(3):
+        held.backward_begins()
+        net(torch.ones(1, 2)).sum().backward()
+        held.step_over()
+    assert held.note() == ""

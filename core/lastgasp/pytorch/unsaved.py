@@ -249,7 +249,7 @@ class HeldGradients:
         for optimizer in self._optimizers:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
             left = [(one, weakref.ref(one.grad)) for one in parameters if one.grad is not None and _counts(one.grad)]
-            if left and hasattr(optimizer, "register_step_pre_hook"):
+            if left and hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not of one that wraps another one
                 self._look_again(optimizer, left)
 
     def note(self) -> str:
