@@ -70,7 +70,7 @@ def _end_helpers(pids: Iterable[int], command: Sequence[str]) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = _clock.monotonic() + ENDS
-    while any(_read(pid, "cmdline") for pid in found) and _clock.monotonic() < deadline:
+    while any(_runs(pid) for pid in found) and _clock.monotonic() < deadline:
         time.sleep(0.005)
     if found:
         log.warning("ended %d helper processes that dead ranks had left: %s", len(found), found)
@@ -127,6 +127,11 @@ def _all() -> list[int]:
 def _field(pid: int, number: int) -> int:
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     return int(fields[number]) if len(fields) > number else 0
+
+
+def _runs(pid: int) -> bool:
+    state = _read(pid, "stat").rpartition(b")")[2].split()[:1]
+    return bool(state) and state[0] not in (b"Z", b"X")
 
 
 def _is_helper(cmdline: bytes, command: Sequence[str]) -> bool:
