@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 from frameworks.position_rig import Loop, Ran, Stopped
 from frameworks.test_positions import Numbers, Stream
 from lastgasp.pytorch import rng
-from lastgasp.pytorch.position import CHANGED, STREAM, WORKERS, position_of
+from lastgasp.pytorch.position import CHANGED, STREAM, WORKERS, PassStart, position_of
 from lastgasp.pytorch.position.accelerated import AcceleratedPosition
 from lastgasp.pytorch.position.known import DatasetPosition, LitdataPosition, PipelinePosition, StreamingPosition
+from lastgasp.pytorch.position.loaders import encoded
 
 pytestmark = pytest.mark.usefixtures("childrens_signal")
 
@@ -245,6 +246,24 @@ def test_hugging_face_in_torchdatas_loader(kind: str) -> None:
     made = hugging_face(kind)
     loop = Loop(lambda: stateful(made().dataset, 4), epochs=3, epoch=epoch_of_dataset)
     assert loop.check(STOPS) == ""
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("mapped-by-row", 0), ("stream", 2)])
+def test_a_stream_that_had_a_state_before_is_iterated_again(kind: str, workers: int) -> None:
+    """By an older lastgasp, or without the workers that it has now; also where a pass was over."""
+    loader = hugging_face("stream")()
+    list(loader)
+    position = position_of(hugging_face(kind, workers)(), rng.RngRecorder())
+    before = encoded(loader.dataset.state_dict())
+    assert [position.resume(PassStart(), before, 5, over) for over in (True, False)] == [None, 5]
+    assert position.inexact == ""
+
+
+def test_a_stream_whose_buffer_is_taken_away_is_another_one() -> None:
+    stopped = Loop(hugging_face("buffer"), epochs=3, epoch=epoch_of_dataset).run(7)
+    assert isinstance(stopped, Stopped)
+    resumed = Loop(hugging_face("stream"), epochs=3, epoch=epoch_of_dataset).run(start=stopped, number=99)
+    assert isinstance(resumed, Ran) and resumed.inexact == CHANGED
 
 
 def test_a_subclass_of_hugging_faces_dataset_in_torchdatas_loader() -> None:

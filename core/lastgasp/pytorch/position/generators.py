@@ -79,8 +79,13 @@ class OwnGenerators:
         """
         if not states or not self._roots:  # an adapter of a loader has states of another form
             return
+        try:
+            rows = msgspec.msgpack.decode(states, type=list[tuple[str, str, bytes]])
+        except msgspec.DecodeError:  # an adapter's: the loader was of another shape then (had no workers, or no `map`)
+            self.lost = bool(self)
+            return
         objects = _objects(self._roots)
-        for where, kind, state in msgspec.msgpack.decode(states, type=list[tuple[str, str, bytes]]):
+        for where, kind, state in rows:
             one = objects.get(where) or _made(objects, where, kind)
             if one is None or not _is_generator(one) or _kind(one) != kind:
                 self.lost = True

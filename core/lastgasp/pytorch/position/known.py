@@ -67,8 +67,8 @@ class DatasetPosition(StreamPosition):
         super().begin()
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
-        """Load the dataset's state; where that is not known, draw again."""
-        if over or not state:
+        """Load the dataset's state; where that is not known, or the loader was of another shape then, draw again."""
+        if over or not state.startswith(pickle.PROTO):
             return super().resume(start, state, consumed, over)
         self.restore(start)
         self.loader.dataset.load_state_dict(pickle.loads(state))
