@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_no_matplotlib_and_no_place_for_temporary_files(home: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(matplotlib_folder, "find_spec", lambda name: None)
         assert MatplotlibFolder().variables() == {}
-    monkeypatch.setattr(matplotlib_folder.tempfile, "tempdir", NOWHERE)
+    monkeypatch.setattr(tempfile, "tempdir", NOWHERE)
     assert MatplotlibFolder().variables() == {}
 
 
