@@ -15,6 +15,7 @@ import accelerate
 import msgspec
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.nn.parallel import DistributedDataParallel
 from transformers import trainer as trainer_module
 
@@ -38,6 +39,9 @@ log = logging.getLogger("lastgasp")
 
 _TRAINED: weakref.WeakKeyDictionary[Any, list[tuple[Path, int]]] = weakref.WeakKeyDictionary()
 """The fits that a Trainer has completed, by directory and number."""
+
+_DISPATCHED = ("dispatch_batches=True: rank 0 loads the data of all ranks, and what that draws of random numbers "
+               "may be others than were due")  # fmt: skip
 
 
 class Run:
@@ -364,8 +368,10 @@ class Run:
         if batches and trainer.args.dataloader_num_workers:
             self.session.note(shared.WORKERS)
         if position is not None and exact:
-            more = steps < given["num_update_steps_per_epoch"]
-            self._data.resume(position, batches, more)
+            more, reads = steps < given["num_update_steps_per_epoch"], reads_of(self._loaders[0])
+            self._data.resume(position, batches * reads, more)
+            if reads > 1:
+                self.session.note(_DISPATCHED)
             if seats is not None:
                 seats.resume(batches, more)
         if own is not None:
@@ -431,6 +437,12 @@ def _load_whole(optimizer: Any, load: Callable[[Any], object], stored: Any) -> N
     """torch gives the states the dtypes of their parameters."""
     load(stored)
     shared.give_dtypes_back(optimizer, stored)
+
+
+def reads_of(loader: Any) -> int:
+    """How many batches are read below for one of it: accelerate's dispatcher reads those of all ranks on rank 0."""
+    several = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+    return int(loader.state.num_processes) if several else 1
 
 
 def _skip_nothing(original: Any) -> Any:
