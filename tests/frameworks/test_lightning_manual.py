@@ -77,6 +77,52 @@ def test_a_batch_that_raised_between_its_updates_is_done_again(tmp_path: Path, r
     torch.testing.assert_close(faulted, straight, rtol=0, atol=0)
 
 
+class Newton(L.LightningModule):
+    """LBFGS, which moves the weights between calls of its closure; raises in its fourth batch, in such a call."""
+
+    def __init__(self, raises: int | None = None) -> None:
+        super().__init__()
+        self.raises, self.calls = raises, 0
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.calls = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.raises == self.calls:
+            raise Boom
+        self.calls += 1
+        loss = (self.net(batch[0]) + torch.randn(1)).pow(2).mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        found = torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        return [found], [torch.optim.lr_scheduler.ExponentialLR(found, 0.9)]
+
+
+@pytest.mark.parametrize("raises", [0, 1, 2])
+def test_a_step_of_lbfgs_that_raised_in_its_closure_is_done_again(tmp_path: Path, raises: int) -> None:
+    found = []
+    for folder, at in (("straight", None), ("faulted", raises)):
+        job = Job(tmp_path / folder)
+        job.restart()
+        seed(6)
+        trainer, model = job.make(), Newton(at)
+        ended = fit(trainer, model)
+        assert ended == (at is None)
+        if not ended:
+            [incident] = incidents(job.folder / "ckpts")
+            assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 3, 0)
+            job.restart()
+            trainer, model = job.make(), Newton()
+            assert fit(trainer, model)
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        found.append((weights(model), states, {k: float(v) for k, v in trainer.callback_metrics.items()}))
+    straight, faulted = found
+    torch.testing.assert_close(faulted, straight, rtol=0, atol=0)
+
+
 class Late(L.LightningModule):
     """One optimizer, logged behind its update or before; notes what others would find, were this rank killed in it."""
 

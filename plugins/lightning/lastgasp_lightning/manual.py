@@ -1,6 +1,7 @@
-"""Manual optimization: ranks may wait for each other between the updates of one batch, so that a fault stops all there.
+"""Ranks may wait for each other between the updates of one batch, so that a fault stops all there: in manual
+optimization, and where an optimizer moves the weights and calls its closure again (LBFGS).
 
-What is saved then is a copy of the step before, which is kept until `training_step` has returned.
+What is saved then is a copy of the step before, which is kept until the batch has been trained on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import LBFGS
 
 from lastgasp.adapter import RankStatus
 from lastgasp.adapter.torch import Copies, address, collectives_begun
@@ -21,7 +23,8 @@ log = logging.getLogger("lastgasp")
 class StepCopies:
     """Parameters, optimizer states and the precision plugin's state, from before the first update of a batch.
 
-    They are copied from the start where there are several optimizers, else once ranks have met behind an update.
+    They are copied from the start with LBFGS and where a batch has several optimizers, else once ranks have met behind
+    an update.
 
     Args:
         status: of this rank, which can be saved while there is a copy; None: nothing is ever copied.
@@ -40,11 +43,15 @@ class StepCopies:
 
     def install(self, trainer: Any, holder: nn.Module) -> Undo:
         """Follow the batches of a fit. `holder`: of all parameters."""
-        if self._status is None or trainer.lightning_module.automatic_optimization:
+        automatic = trainer.lightning_module.automatic_optimization
+        several = any(isinstance(one, LBFGS) for one in trainer.optimizers)
+        if self._status is None or (automatic and not several):
             return lambda: None
         self._plugin = trainer.precision_plugin
-        self._copies, self.copying = Copies([holder], trainer.optimizers), len(trainer.optimizers) > 1
-        return replace_method(trainer.fit_loop.epoch_loop.manual_optimization, "run", self._around)
+        self._copies, self.copying = Copies([holder], trainer.optimizers), several or len(trainer.optimizers) > 1
+        epoch = trainer.fit_loop.epoch_loop
+        loop = epoch.automatic_optimization if automatic else epoch.manual_optimization
+        return replace_method(loop, "run", self._around)
 
     @property
     def valid(self) -> bool:
