@@ -241,6 +241,39 @@ def test_the_launcher_is_told_to_stop_while_torch_reads_the_clock(tmp_path: Path
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
 
 
+HELD_UP = """
+import sys, threading
+from pathlib import Path
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import ProcessContext
+
+def tells(self, timeout=None, *more, join=ProcessContext.join):
+    if timeout is None:
+        Path(sys.argv[1]).touch()
+    return join(self, timeout, *more)
+
+def train():
+    threading.Thread(target=threading.Event().wait).start()  # keeps the process
+
+if __name__ == "__main__":
+    ProcessContext.join = tells
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1, start_method="spawn", monitor_interval=0.1,
+                          rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
+    elastic_launch(config, train)()
+"""
+
+
+@pytest.mark.full
+def test_a_launcher_can_be_stopped_where_torch_waits_for_a_process_that_does_not_end(tmp_path: Path) -> None:
+    script, waits = tmp_path / "launch.py", tmp_path / "waits"
+    script.write_text(HELD_UP)
+    with running(tmp_path, [sys.executable, str(script), str(waits)]) as [job]:
+        until(waits.exists, "torch to wait")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code() == 1
+    assert "SignalException" in job.output
+
+
 @pytest.mark.full
 def test_the_launcher_is_told_to_stop_once_training_is_over(tmp_path: Path) -> None:
     """The ranks save their results: they are let, and the job has succeeded."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from lastgasp.launch import stop_signals
 from lastgasp.launch.stop_signals import StopSignals
 
 
@@ -46,6 +50,7 @@ def test_one_inside_is_raised_once_at_the_end(signals: StopSignals) -> None:
 
     def look() -> None:
         with signals:
+            signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGUSR2)
             reached.append("behind")
 
@@ -78,6 +83,38 @@ def test_what_waits_for_long_is_interrupted(before: bool, signals: StopSignals) 
 
     with pytest.raises(Stopped, match="SIGUSR1"):
         look()
+
+
+def test_a_look_that_does_not_end_is_interrupted(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits without a limit for the process of a function that has returned."""
+    monkeypatch.setattr(stop_signals, "LIMIT", 0.1)
+    with signals:
+        signal.raise_signal(signal.SIGUSR2)
+        with pytest.raises(Stopped, match="SIGUSR2"):
+            threading.Event().wait(60)
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_one_that_was_handled_is_not_sent_again(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signals, "LIMIT", 0)
+    threads = _thread._count()
+    for _ in range(200):  # as the look ends, or before
+        with pytest.raises(Stopped), signals:
+            signal.raise_signal(signal.SIGUSR2)
+        with signals:
+            pass
+    while _thread._count() > threads:
+        time.sleep(0.01)
+
+
+def test_without_another_thread_nothing_is_put_off(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", full)
+    with signals, pytest.raises(Stopped):
+        signal.raise_signal(signal.SIGUSR1)
 
 
 def test_what_is_ignored_stays_so(signals: StopSignals) -> None:

@@ -6,22 +6,29 @@ it ended as an UnboundLocalError, and a handler of the `logging` module would sw
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
+LIMIT = 0.5
+"""Seconds that one is put off: torch's look waits, however long, for processes whose function has returned.
+
+Less than `forward.STUCK`."""
 _TORCHS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class StopSignals:
-    """A context: what arrives inside of it is handled at its end, or from `at_once` on."""
+    """A context: what arrives inside of it is handled at its end, from `at_once` on, or where the look takes long."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self._puts_off = False
-        self._noted: int | None = None
+        self._puts_off = self._sent_again = False
+        self._noted: list[int] | None = None
+        """Its number, in an object of its own."""
 
     def take_over(self) -> None:
         """Stand before the handlers that torch sets in each attempt (of TORCHELASTIC_SIGNALS_TO_HANDLE)."""
@@ -35,10 +42,31 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._puts_off:
-            self._noted = number
-        else:
-            self._handlers[number](number, frame)
+        again, self._sent_again = self._sent_again, False
+        if again and self._noted is None:
+            return  # it was handled in the meantime
+        if not again and self._puts_off and self._note(number):
+            return
+        self._puts_off, self._noted = False, None
+        self._handlers[number](number, frame)
+
+    def _note(self, number: int) -> bool:
+        """Put it off; False where that cannot be limited."""
+        if self._noted is not None:
+            self._noted[0] = number
+            return True
+        self._noted = [number]
+        try:  # not by `threading`, whose locks this thread may hold
+            _thread.start_new_thread(self._send_again, (self._noted,))
+        except RuntimeError:
+            return False
+        return True
+
+    def _send_again(self, noted: list[int]) -> None:
+        time.sleep(LIMIT)
+        if self._noted is noted:
+            self._sent_again = True
+            signal.pthread_kill(threading.main_thread().ident or 0, noted[0])  # interrupts what it waits for
 
     def at_once(self) -> None:
         """From now on to the end of the context, as without it: what follows may wait for long.
@@ -49,7 +77,7 @@ class StopSignals:
         self._puts_off = False
         noted, self._noted = self._noted, None
         if noted is not None:
-            self._handlers[noted](noted, None)
+            self._handlers[noted[0]](noted[0], None)
 
     def __enter__(self) -> None:
         self._puts_off = True
