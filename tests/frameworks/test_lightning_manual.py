@@ -92,7 +92,7 @@ class Newton(L.LightningModule):
         if batch_idx == 3 and self.raises == self.calls:
             raise Boom
         self.calls += 1
-        loss = (self.net(batch[0]) + torch.randn(1)).pow(2).mean()
+        loss: Tensor = (self.net(batch[0]) + torch.randn(1)).pow(2).mean()
         self.log("loss", loss, on_epoch=True)
         return loss
 

@@ -49,6 +49,29 @@ def test_a_folder_of_the_users_stays(home: Path, monkeypatch: pytest.MonkeyPatch
     assert MatplotlibFolder().variables() == {}
 
 
+def test_settings_of_the_user_are_not_hidden(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the other folder cannot be written: it is often a mount point's, of root."""
+    monkeypatch.setenv("XDG_CACHE_HOME", NOWHERE)
+    (home / ".config/matplotlib").mkdir(parents=True)
+    (home / ".config/matplotlib/matplotlibrc").touch()
+    assert MatplotlibFolder().variables() == {}
+
+
+@pytest.mark.parametrize("place", [".config", ".cache"])
+def test_a_folder_of_its_own_that_cannot_be_written(place: str, home: Path) -> None:
+    (home / place).mkdir()
+    (home / place / "matplotlib").touch()  # as root, tests may write everywhere else
+    folder = MatplotlibFolder()
+    assert VARIABLE in folder.variables()
+    folder.close()
+
+
+def test_a_script_that_has_put_another_module_in_its_place(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", NOWHERE)
+    monkeypatch.setitem(sys.modules, "matplotlib", type(sys)("matplotlib"))
+    assert MatplotlibFolder().variables() == {}
+
+
 def test_no_matplotlib_and_no_place_for_temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", NOWHERE)
     with monkeypatch.context() as patch:

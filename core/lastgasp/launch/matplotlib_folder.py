@@ -29,11 +29,13 @@ class MatplotlibFolder:
         """What the environment of the ranks needs; nothing where matplotlib is not there, or has a folder."""
         if self._path:
             return {VARIABLE: self._path}
-        if environ.get(VARIABLE) or find_spec("matplotlib") is None or _has_places(environ):
+        if environ.get(VARIABLE):
             return {}
-        with contextlib.suppress(OSError):  # no folder for temporary files: then matplotlib cannot be imported
-            self._path = tempfile.mkdtemp(prefix="lastgasp-matplotlib-")
-            return {VARIABLE: self._path}
+        # no folder for temporary files: then matplotlib cannot be imported; or a script has put another module there
+        with contextlib.suppress(OSError, ValueError):
+            if find_spec("matplotlib") is not None and not _has_places(environ):
+                self._path = tempfile.mkdtemp(prefix="lastgasp-matplotlib-")
+                return {VARIABLE: self._path}
         return {}
 
     def close(self) -> None:
@@ -44,11 +46,15 @@ class MatplotlibFolder:
 
 
 def _has_places(environ: Mapping[str, str]) -> bool:
-    return all(_can_be_written(environ.get(name) or os.path.expanduser(place)) for name, place in _PLACES)
+    """Whether matplotlib has its two folders; or the user's settings are in one, which the variable would hide."""
+    config, cache = (
+        os.path.join(environ.get(name) or os.path.expanduser(place), "matplotlib") for name, place in _PLACES
+    )
+    return _can_be_written(config) and (_can_be_written(cache) or (os.path.isdir(config) and bool(os.listdir(config))))
 
 
 def _can_be_written(folder: str) -> bool:
-    """Whether a folder can be made in it, which may have to be made first."""
+    """Whether it is there for us, or can be made."""
     if not os.path.isabs(folder):  # there is no home, not even in the list of users
         return False
     while not os.path.lexists(folder):
