@@ -50,6 +50,7 @@ class PrefetchedData:
 
     Attributes:
         followed: whether its position can be restored exactly.
+        reads: so many batches are read below for one of the training's.
         fetching, fetched: called before and after each batch is asked for; `fetched` is told whether there was one.
         inexact: called where a resumed pass may not give what was due, and told why.
     """
@@ -57,7 +58,7 @@ class PrefetchedData:
     def __init__(self, random: rng.RngRecorder) -> None:
         self._random, self._track, self._ahead, self._resumed = random, SamplerTrack(random), b"", b""
         self._own, self._own_ahead, self._own_due = OwnGenerators([], {}), b"", b""
-        self.followed = False
+        self.followed, self.reads = False, 1
         self._loader: Any = None
         self._pass: object = None
         self._make: Callable[[], Iterator[Any]]
@@ -92,12 +93,12 @@ class PrefetchedData:
         return PrefetchedPosition(SamplerStart(), b"", own=self._own.states()).of_makers
 
     def resume(self, position: PrefetchedPosition, consumed: int, more: bool) -> None:
-        """The next pass repeats the one of `position`, without its first `consumed` batches.
+        """The next pass repeats the one of `position`, without the first `consumed` batches of the training.
 
         Args:
             more: whether there are any others; where not, the sampler is left as that pass has left it.
         """
-        self._track.resume(position.start, consumed)
+        self._track.resume(position.start, consumed * self.reads)
         self._pass = None
         if more:
             self._resumed, self._own_due = position.ahead, position.own_ahead
@@ -135,14 +136,17 @@ class PrefetchedData:
             if why := self._track.inexact or (OWN if self._own.lost else ""):
                 self.inexact(why)
             rng.restore(rng.decode(ahead))
+        read = 0
         while True:
-            self._ahead, self._own_ahead = self._random.snapshot(), self._own.states()
+            if read % self.reads == 0:
+                self._ahead, self._own_ahead = self._random.snapshot(), self._own.states()
             self.fetching()
             batch = next(batches, None)
             self.fetched(batch is not None)
-            if batch is None:
-                return
-            if kept:
+            read += 1
+            if kept and (batch is None or read % self.reads == 0):
                 rng.restore(rng.decode(kept))
                 kept = b""
+            if batch is None:
+                return
             yield batch

@@ -40,9 +40,6 @@ log = logging.getLogger("lastgasp")
 _TRAINED: weakref.WeakKeyDictionary[Any, list[tuple[Path, int]]] = weakref.WeakKeyDictionary()
 """The fits that a Trainer has completed, by directory and number."""
 
-_DISPATCHED = ("dispatch_batches=True: rank 0 loads the data of all ranks, and what that draws of random numbers "
-               "may be others than were due")  # fmt: skip
-
 
 class Run:
     """One of them.
@@ -266,7 +263,8 @@ class Run:
 
     def _follow(self, loader: Any) -> None:
         below = getattr(loader, "base_dataloader", None)
-        self._data.follow(below)
+        self._data.reads = reads = reads_of(loader)
+        self._data.follow(below if reads else None)
         self._loaders = [loader, below]
 
     def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
@@ -368,10 +366,8 @@ class Run:
         if batches and trainer.args.dataloader_num_workers:
             self.session.note(shared.WORKERS)
         if position is not None and exact:
-            more, reads = steps < given["num_update_steps_per_epoch"], reads_of(self._loaders[0])
-            self._data.resume(position, batches * reads, more)
-            if reads > 1:
-                self.session.note(_DISPATCHED)
+            more = steps < given["num_update_steps_per_epoch"]
+            self._data.resume(position, batches, more)
             if seats is not None:
                 seats.resume(batches, more)
         if own is not None:
@@ -440,9 +436,12 @@ def _load_whole(optimizer: Any, load: Callable[[Any], object], stored: Any) -> N
 
 
 def reads_of(loader: Any) -> int:
-    """How many batches are read below for one of it: accelerate's dispatcher reads those of all ranks on rank 0."""
-    several = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
-    return int(loader.state.num_processes) if several else 1
+    """How many batches are read below for one of it: by accelerate's dispatcher rank 0 reads those of all ranks."""
+    if not isinstance(loader, DataLoaderDispatcher):
+        return 1
+    if loader.state.process_index:
+        return 0
+    return 1 if loader.split_batches else int(loader.state.num_processes)
 
 
 def _skip_nothing(original: Any) -> Any:
