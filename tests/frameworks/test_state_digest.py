@@ -90,6 +90,18 @@ def test_buffers_and_gradients_do_not_count() -> None:
     assert digests_of({"model": model}, {"optimizer": optimizer}) == before
 
 
+def test_the_loss_of_a_ranks_last_batch_does_not_count() -> None:
+    """LBFGS keeps it; where the other numbers differ ranks have done something else."""
+    model, optimizer = nn.Linear(4, 2), torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state.update(n_iter=3, prev_loss=0.5, prev_flat_grad=torch.ones(2))
+    before = digests_of({"model": model}, {"optimizer": optimizer})
+    state["prev_loss"] = 0.25
+    assert digests_of({"model": model}, {"optimizer": optimizer}) == before
+    state["n_iter"] = 4
+    assert digests_of({"model": model}, {"optimizer": optimizer}) != before
+
+
 def test_what_is_not_there_yet() -> None:
     lazy = nn.LazyLinear(3)
     on_meta = nn.Linear(2, 2, device="meta")

@@ -48,12 +48,15 @@ def _states(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 def held(optimizer: Any, known: set[int]) -> Iterator[Any]:
-    """The parameters of a torch optimizer, but those whose `id` is in `known`, and the state of each, in order."""
+    """The parameters of a torch optimizer, but those whose `id` is in `known`, and the state of each, in order.
+
+    A float may be a rank's own: ranks that return to their own step keep LBFGS's loss of its last batch.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 yield parameter
-            yield from leaves(optimizer.state.get(parameter, {}))
+            yield from (leaf for leaf in leaves(optimizer.state.get(parameter, {})) if not isinstance(leaf, float))
 
 
 def leaves(value: Any) -> Iterator[Any]:
