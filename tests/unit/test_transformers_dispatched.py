@@ -1,19 +1,23 @@
-"""What accelerate's dispatcher reads below for one batch, by which a resume counts and repeats random numbers."""
+"""Random numbers of loading at a resume: of accelerate's dispatcher, and where data are read from their beginning."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("transformers")
+import numpy
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lastgasp.adapter.torch import PrefetchedData, rng
-from lastgasp_transformers.run import Run, reads_of
+from lastgasp_transformers.loading import REREAD, reads_of
+from lastgasp_transformers.run import Run
 
 
 def dispatcher(rank: int, split: bool = False) -> Any:
@@ -85,3 +89,37 @@ def test_what_rank_0_draws_for_all_ranks_is_repeated(stop: int) -> None:
     """Also where the next batches are the last of the epoch, and fewer than ranks."""
     whole = trained()
     assert trained(start=trained(stop)) == whole[2 * stop :]
+
+
+class Stream(IterableDataset[int]):
+    """Yields numbers, and draws as it is told."""
+
+    def __init__(self, draw: Callable[[], object]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Any:
+        for number in range(6):
+            self.draw()
+            yield number
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(
+    ("draw", "noted"),
+    [(lambda: None, []), (random.random, [REREAD]), (numpy.random.rand, [REREAD]), (lambda: torch.rand(1), [REREAD])],
+)
+def test_reading_a_stream_again_draws_what_was_not_due(
+    draw: Callable[[], object], noted: list[str], read: bool
+) -> None:
+    """The seed that torch draws for each pass is no random number of the data."""
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        _random=rng.RngRecorder().snapshot(),
+        state=SimpleNamespace(devices=lambda: ()),
+        session=SimpleNamespace(note=notes.append),
+    )
+    if read:
+        next(iter(DataLoader(Stream(draw), 2)))
+    Run._around_load_rng_state(run, None, "")
+    assert notes == (noted if read else [])
+    assert rng.RngRecorder().snapshot() == run._random

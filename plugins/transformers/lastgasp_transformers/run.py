@@ -15,7 +15,6 @@ import accelerate
 import msgspec
 import torch
 import transformers
-from accelerate.data_loader import DataLoaderDispatcher
 from torch.nn.parallel import DistributedDataParallel
 from transformers import trainer as trainer_module
 
@@ -29,6 +28,7 @@ from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
 from lastgasp_transformers.exchanges import Exchanges
 from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
+from lastgasp_transformers.loading import REREAD, back_to, reads_of, skip_nothing
 from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate, unless_a_gasp_is_written
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
@@ -314,8 +314,8 @@ class Run:
     def _around_load_rng_state(self, original: Any, checkpoint: Any) -> None:
         if self._random is None:
             original(checkpoint)
-        elif self._random:
-            rng.restore(rng.decode(self._random), self.state.devices())
+        elif self._random and back_to(self._random, self.state.devices()):
+            self.session.note(REREAD)
 
     def _around_run_epoch(self, original: Any, **given: Any) -> None:
         training, begun = self.training, given["epoch"] == given["epochs_trained"]
@@ -330,7 +330,7 @@ class Run:
         given["start_time"] -= self._before
         self._values.starts()
         exact = record is not None and self._return(record, given)
-        undo = adapter.replace_attribute(trainer_module, "skip_first_batches", _skip_nothing if exact else lambda f: f)
+        undo = adapter.replace_attribute(trainer_module, "skip_first_batches", skip_nothing if exact else lambda f: f)
         try:
             original(**given)
         finally:
@@ -433,16 +433,3 @@ def _load_whole(optimizer: Any, load: Callable[[Any], object], stored: Any) -> N
     """torch gives the states the dtypes of their parameters."""
     load(stored)
     shared.give_dtypes_back(optimizer, stored)
-
-
-def reads_of(loader: Any) -> int:
-    """How many batches are read below for one of it: by accelerate's dispatcher rank 0 reads those of all ranks."""
-    if not isinstance(loader, DataLoaderDispatcher):
-        return 1
-    if loader.state.process_index:
-        return 0
-    return 1 if loader.split_batches else int(loader.state.num_processes)
-
-
-def _skip_nothing(original: Any) -> Any:
-    return lambda loader, batches: loader
