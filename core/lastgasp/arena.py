@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from lastgasp.arena_digest import Check, Digest
 from lastgasp.errors import LastgaspError
+from lastgasp.memory_file import memory_file
 
 ID_BYTES = 16
 NAME = "lastgasp-arena"
@@ -66,7 +67,7 @@ class Arena:
     """
 
     def __init__(self, identity: bytes = b"", rank: int = -1) -> None:
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        self.fd = memory_file(NAME)
         self.identity, self._copy = identity or os.urandom(ID_BYTES), bool(identity)
         self.capacity, self.slots, self.buddy, self.rank = 0, SLOTS, False, rank
         self._seq = 0
@@ -365,7 +366,7 @@ def in_use(proc: Path = Path("/proc")) -> tuple[int, int]:
         with contextlib.suppress(OSError):
             for link in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if f"memfd:{NAME}" in os.readlink(link):
+                    if Path(os.readlink(link)).name.removeprefix("memfd:").startswith(NAME):
                         stat = link.stat()
                         found[stat.st_ino] = stat.st_blocks * 512
     return sum(found.values()), len(found)

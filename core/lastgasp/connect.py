@@ -14,7 +14,7 @@ import xxhash
 from lastgasp import _clock
 from lastgasp.config import attempt_in
 from lastgasp.errors import ConfigError
-from lastgasp.gasp.addresses import address_towards, is_loopback
+from lastgasp.gasp.addresses import address_towards, is_loopback, loopback
 from lastgasp.gasp.again import INCARNATION
 from lastgasp.gasp.secret import REMEDY, UNCOORDINATED, Secret
 from lastgasp.gasp.serve import start_detached
@@ -28,7 +28,6 @@ FromRank0 = Callable[[Any], Any]
 """Returns rank 0's value on all ranks, which call it at the same point."""
 SINCE = "LASTGASP_SINCE"
 """Set by each launcher of lastgasp's, on all nodes alike."""
-_LOOPBACK = "127.0.0.1"
 
 
 def place_in_job(rank: int, world_size: int, replicas: ReplicaGroups, from_rank_0: FromRank0) -> Place:
@@ -85,7 +84,7 @@ def contact_of(place: Place, several_nodes: str, from_rank_0: FromRank0) -> Cont
     secret = Secret.from_environment() if several_nodes else Secret()
     found = None
     if place.rank == 0 and not (several_nodes and secret.missing):
-        found = start_detached(bind or _LOOPBACK, secret.token)
+        found = start_detached(bind or loopback(), secret.token)
     passed_on = found.token if found is not None and not secret.token else ""
     address, token = from_rank_0((found.address, passed_on) if found is not None else ("", ""))
     if not address:

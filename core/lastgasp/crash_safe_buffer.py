@@ -14,6 +14,7 @@ import resource
 import struct
 
 from lastgasp.errors import ConfigError
+from lastgasp.memory_file import memory_file
 
 _PAGE = 4096
 _HEADER = 64
@@ -42,7 +43,7 @@ class CrashSafeBuffer:
     def __init__(self, capacity: int, slots: int = 4) -> None:
         if capacity < 0 or slots < 2:
             raise ValueError(f"capacity={capacity}, slots={slots}: expected capacity >= 0 and slots >= 2")
-        self.fd = os.memfd_create("lastgasp-blackbox", os.MFD_CLOEXEC)
+        self.fd = memory_file("lastgasp-blackbox")
         self.slots = slots
         self.slot = 0
         self.payloads: list[memoryview] = []
@@ -72,7 +73,7 @@ class CrashSafeBuffer:
 
     def _resize(self, total: int) -> None:
         try:
-            os.ftruncate(self.fd, total)
+            os.posix_fallocate(self.fd, 0, total)  # a file system that is full says so here, not by SIGBUS
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise

@@ -353,6 +353,13 @@ def test_an_address_that_is_not_ours_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert "192.0.2.1" in found["LASTGASP_NO_CONTROLLER"], "a job under torchrun may have no rank that asks for it"
 
 
+def test_an_address_that_nobody_has_set_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LASTGASP_LAUNCHER", "run")
+    monkeypatch.setattr(attempts_module, "loopback", lambda: "192.0.2.1")
+    found = begin(LaunchAttempts(), Group(group_world_size=1), [])
+    assert "cannot listen at 192.0.2.1 (" in found["LASTGASP_NO_CONTROLLER"] and not found["LASTGASP_CONTROLLER"]
+
+
 @pytest.mark.parametrize("missing", ["LASTGASP_CONTROLLER", "LASTGASP_TOKEN"])
 def test_half_an_address_is_none(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setenv("LASTGASP_CONTROLLER", "127.0.0.1:1")

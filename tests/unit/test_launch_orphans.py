@@ -21,11 +21,17 @@ other = subprocess.Popen([sys.executable, "-c", leaves], stdin=subprocess.PIPE, 
                          start_new_session=True, env=os.environ | {orphans.MARK: "of that attempt"})
 helps = int(other.stdout.readline())
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+threads = "import ctypes, os, threading; libc = ctypes.CDLL(None); print(os.getpid(), flush=True); "
+threads += "threading.Thread(target=libc.usleep, args=[700000]).start(); "
+threads += "libc.syscall(60 if os.uname().machine == 'x86_64' else 93, 0)"  # exit, of this thread
+leaves = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {threads!r}]); os._exit(0)"
+third = subprocess.Popen([sys.executable, "-c", leaves], stdout=subprocess.PIPE, start_new_session=True)
+half = int(third.stdout.readline())
 state = lambda pid: open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
-while [state(left), state(own.pid), state(rank.pid)] != ["Z", "Z", "Z"]:
+while {state(pid) for pid in (left, own.pid, rank.pid, third.pid, half)} != {"Z"}:
     time.sleep(0.01)
 assert orphans.reap("of that attempt") == [helps]
-assert not os.path.exists(f"/proc/{left}") and not os.path.exists(f"/proc/{helps}")
+assert not any(os.path.exists(f"/proc/{pid}") for pid in (left, helps, half))
 assert (own.wait(), rank.wait()) == (7, 0)
 """
 

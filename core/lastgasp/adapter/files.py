@@ -11,11 +11,13 @@ from lastgasp._fs import (
     unique_temp,
     write_atomically,
 )
+from lastgasp.memory_file import memory_file
 
 __all__ = [
     "DISK",
     "locked",
     "make_directory",
+    "memory_file",
     "read_bounded",
     "remove_stale_temps",
     "unique_temp",

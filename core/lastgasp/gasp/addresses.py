@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+
+_LOOPBACK = "127.0.0.1"
 
 
 def address_towards(host: str) -> str:
@@ -23,3 +26,12 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def loopback() -> str:
+    """The address by which this host's processes reach each other; IPv6's only where there is no other."""
+    for family, address in ((socket.AF_INET, _LOOPBACK), (socket.AF_INET6, "::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return address
+    return _LOOPBACK

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from lastgasp.memory_file import memory_file
+
 log = logging.getLogger("lastgasp")
 
 VARIABLE = "LASTGASP_SIGN_IN"
@@ -115,7 +117,7 @@ class Desk:
     """The launcher's end, for one attempt."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("lastgasp-desk", os.MFD_CLOEXEC)
+        self._file = memory_file("lastgasp-desk")
         self._read, self._entries = 0, dict[int, Entry]()
 
     @property

@@ -15,7 +15,7 @@ import msgspec
 
 from lastgasp import _clock
 from lastgasp.errors import ConfigError, LastgaspError
-from lastgasp.gasp.addresses import address_towards
+from lastgasp.gasp.addresses import address_towards, loopback
 from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.repeats import Repeats
 from lastgasp.gasp.secret import REMEDY, Secret
@@ -392,7 +392,7 @@ def _start(
     Raises:
         ConfigError: LASTGASP_BIND, or the TLS files.
     """
-    host = os.environ.get("LASTGASP_BIND") or ("127.0.0.1" if size == 1 else _reachable(store))
+    host = os.environ.get("LASTGASP_BIND") or (loopback() if size == 1 else _reachable(store))
     if not host:
         return None, (
             f"this job spans {size} nodes, and the first one could not find the address by which the others reach it: "
@@ -401,6 +401,8 @@ def _start(
     try:
         return ControllerThread(token, host, tally=tally, repeats=repeats), ""
     except OSError as error:
+        if not os.environ.get("LASTGASP_BIND"):
+            return None, f"its controller cannot listen at {host} ({error.strerror or error})"
         remedy = f"{error.strerror or error}. Leave it out, or set it on each node to its own address."
         raise ConfigError("LASTGASP_BIND", host, "an address of this node", remedy) from error
 

@@ -25,6 +25,7 @@ from lastgasp.launch.guest import Guest, Host
 from lastgasp.launch.warm import Warm
 from lastgasp.launch.warm_process import NoFork
 from lastgasp.launch.warm_torch import replacement
+from lastgasp.memory_file import memory_file
 
 log = logging.getLogger("lastgasp.launch")
 
@@ -43,7 +44,7 @@ class CodeFile:
     """A file in memory in which a rank of this host says what code it runs; one per launcher."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("lastgasp-code", os.MFD_CLOEXEC)
+        self._file = memory_file("lastgasp-code")
 
     def begin(self, wanted: bool) -> dict[str, str]:
         """Ranks are about to be started. Returns what their environment needs.

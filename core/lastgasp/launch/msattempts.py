@@ -12,6 +12,7 @@ from typing import Any
 from lastgasp import _clock, exitcodes
 from lastgasp.errors import ConfigError, LastgaspError
 from lastgasp.gasp import messages as m
+from lastgasp.gasp.addresses import loopback
 from lastgasp.gasp.keeper import BufferKeeper
 from lastgasp.gasp.operator import OperatorLink
 from lastgasp.gasp.repeats import Repeats
@@ -24,7 +25,6 @@ LED = 5.0
 """Seconds within which the controller of another node must be reachable."""
 PAUSE = 0.2
 """Seconds between two queries."""
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def plan(worker_num: int, local_worker_num: int, master: str, is_master: bool) -
     address = env.get("LASTGASP_CONTROLLER", "")
     if local_worker_num >= worker_num:
         job = env.get("LASTGASP_JOB") or env.get("MINDX_TASK_ID") or uuid.uuid4().hex[:12]
-        return Plan(job=job, host=_LOOPBACK, port=0, token=new_token(), here=True)
+        return Plan(job=job, host=loopback(), port=0, token=new_token(), here=True)
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         allowed = f"host:port of node 0 on the training network, because this node has {local_worker_num} of "

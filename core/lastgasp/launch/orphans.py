@@ -83,11 +83,20 @@ def _collect_orphans() -> None:
     """What has ended of the orphans that a container's first process gets, which it alone can remove.
 
     Its own children, of which others wait for the exit codes, begin sessions of their own or stay in its session.
+    One that was killed looks as if it had ended, and cannot be removed, while other threads of it still end.
     """
-    for pid in _all():
-        if _field(pid, _PARENT) == os.getpid() and _field(pid, _SESSION) not in (pid, os.getsid(0)):
+    deadline = _clock.monotonic() + ENDS
+    while ended := [pid for pid in _all() if _is_orphan(pid) and not _runs(pid)]:
+        for pid in ended:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+        if _clock.monotonic() > deadline:
+            return
+        time.sleep(0.005)
+
+
+def _is_orphan(pid: int) -> bool:
+    return _field(pid, _PARENT) == os.getpid() and _field(pid, _SESSION) not in (pid, os.getsid(0))
 
 
 def tell_of_others(mark: str, own: int = 0) -> None:

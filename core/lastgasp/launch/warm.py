@@ -20,6 +20,7 @@ from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.matplotlib_folder import MatplotlibFolder
 from lastgasp.launch.warm_checks import AT_LOADING, changed_since, times
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
+from lastgasp.memory_file import memory_file
 
 log = logging.getLogger("lastgasp.launch")
 
@@ -83,7 +84,7 @@ class Warm:
     why: str = field(default_factory=lambda: "" if enabled(os.environ) else f"{SWITCH}=off")
     start: Start = field(default_factory=Start)
     _process: WarmProcess | None = None
-    _file: int = field(default_factory=lambda: os.memfd_create("lastgasp-imported", os.MFD_CLOEXEC))
+    _file: int = field(default_factory=lambda: memory_file("lastgasp-imported"))
     _begun: float = 0.0
     _lost: str = ""
     _matplotlib: MatplotlibFolder = field(default_factory=MatplotlibFolder)

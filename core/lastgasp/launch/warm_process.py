@@ -21,6 +21,7 @@ from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.warm_child import Order
 from lastgasp.launch.warm_imports import memory_of
 from lastgasp.launch.warm_server import BOOT
+from lastgasp.memory_file import memory_file
 
 FORK_LIMIT = 5.0
 """Seconds that one fork may take; then a process is started instead."""
@@ -141,7 +142,7 @@ class WarmProcess:
         self._process.wait()
 
     def _order(self, data: bytes, *descriptors: int) -> None:
-        memory = os.memfd_create("lastgasp-order", os.MFD_CLOEXEC)
+        memory = memory_file("lastgasp-order")
         try:
             os.write(memory, data)
             socket.send_fds(self._connection, [b"x"], [memory, *descriptors])

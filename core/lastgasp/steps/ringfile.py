@@ -124,6 +124,8 @@ def _create_in(place: Path, header: Mapping[str, int], capacity: int) -> RingFil
 
 def _nameless(place: Path) -> io.FileIO | None:
     """An open file that goes with its process as long as nobody links it; None where there are no such."""
+    if not hasattr(os, "O_TMPFILE"):  # a Python built for an older system
+        return None
     try:
         return io.FileIO(os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), "r+")
     except OSError:

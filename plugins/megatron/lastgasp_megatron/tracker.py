@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lastgasp.adapter.checkpoint import DirectoryLayout
-from lastgasp.adapter.files import write_atomically
+from lastgasp.adapter.files import memory_file, write_atomically
 
 LAYOUT, FORMAT = DirectoryLayout("iter_*"), "megatron"
 NAME = "latest_checkpointed_iteration.txt"
@@ -59,7 +59,7 @@ def write_tracker(directory: Path, iteration: int) -> None:
 @contextmanager
 def tracker_saying(iteration: int) -> Iterator[str]:
     """The path of a tracker for this process alone, which says `iteration`; in memory, where no disk can be full."""
-    number = os.memfd_create("lastgasp-tracker", os.MFD_CLOEXEC)
+    number = memory_file("lastgasp-tracker")
     try:
         os.write(number, str(iteration).encode())
         yield f"/proc/{os.getpid()}/fd/{number}"
