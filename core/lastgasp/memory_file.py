@@ -18,6 +18,9 @@ _CLOEXEC, _NOEXEC = 1, 8
 _FULL = errno.EMFILE, errno.ENFILE, errno.ENOMEM
 """No other file could be opened, either."""
 
+_ROOM = 1 << 20
+"""Bytes that a folder must have room for: a container's /dev/shm may be full."""
+
 
 def memory_file(name: str) -> int:
     """A descriptor of a new, empty file, which children do not inherit.
@@ -55,4 +58,10 @@ def _memfd(name: str, flags: int) -> int:
 def _nameless(place: str | None, name: str) -> int:
     number, path = tempfile.mkstemp(dir=place, prefix=f"{name}-")
     Path(path).unlink(missing_ok=True)
+    try:
+        os.posix_fallocate(number, 0, _ROOM)
+        os.ftruncate(number, 0)
+    except OSError:
+        os.close(number)
+        raise
     return number

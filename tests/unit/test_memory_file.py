@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,25 @@ def test_where_there_are_none_a_file_without_a_name_takes_its_place(monkeypatch:
     arena.reserve(1 << 16)
     assert in_use()[1] >= 1
     arena.close()
+
+
+def test_a_folder_that_is_full_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a container's /dev/shm: what is made there would find no room later."""
+    allocate, full = os.posix_fallocate, []
+
+    def no_room(number: int, offset: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{number}").startswith("/dev/shm/"):
+            full.append(number)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(number, offset, length)
+
+    monkeypatch.setattr(module, "_memfd", _refused(errno.EPERM))
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    number = memory_file("ours")
+    assert full and os.readlink(f"/proc/self/fd/{number}").startswith(f"{tmp_path}/ours-")
+    assert os.fstat(number).st_size == 0
+    _is_of_no_use_to_children(number)
 
 
 def test_descriptors_that_have_run_out_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
