@@ -123,6 +123,34 @@ def test_a_step_of_lbfgs_that_raised_in_its_closure_is_done_again(tmp_path: Path
     torch.testing.assert_close(faulted, straight, rtol=0, atol=0)
 
 
+class OwnStep(Newton):
+    """Raises behind the update, in code of the user's."""
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        if self.raises is not None and self.trainer.fit_loop.epoch_loop.batch_idx == 3:
+            raise Boom
+
+
+def test_a_step_of_lbfgs_that_was_complete_is_saved_as_it_is(tmp_path: Path) -> None:
+    """Not the copy of the step before, under the number of the one that was complete."""
+    found = []
+    for folder, raises in (("straight", None), ("faulted", 99)):
+        job = Job(tmp_path / folder)
+        job.restart()
+        seed(6)
+        trainer, model = job.make(), OwnStep(raises)
+        if not fit(trainer, model):
+            [incident] = incidents(job.folder / "ckpts")
+            assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", 4, 0)
+            job.restart()
+            trainer, model = job.make(), OwnStep()
+            assert fit(trainer, model)
+        found.append((weights(model), [optimizer.state_dict() for optimizer in trainer.optimizers]))
+    straight, faulted = found
+    torch.testing.assert_close(faulted, straight, rtol=0, atol=0)
+
+
 class Late(L.LightningModule):
     """One optimizer, logged behind its update or before; notes what others would find, were this rank killed in it."""
 

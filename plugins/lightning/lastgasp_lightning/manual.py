@@ -85,15 +85,19 @@ class StepCopies:
         def run(*args: Any, **kwargs: Any) -> Any:
             before = self._begun
             result = original(*args, **kwargs)
-            copies = self._copies
-            if copies is not None and copies.valid:
-                self._gate()  # from the copy to the live state
-                copies.valid = False
+            if self.valid:
+                self.over()
             elif self._begun != before and collectives_begun() != self._begun:
                 self.copying = True
             return result
 
         return run
+
+    def over(self) -> None:
+        """The batch's updates are complete: what is live counts."""
+        if self._copies is not None and self._copies.valid:
+            self._gate()  # from the copy to the live state
+            self._copies.valid = False
 
     def put(self, checkpoint: dict[str, Any], has_copy: bool) -> None:
         """Into what Lightning has dumped, in place of what is live."""

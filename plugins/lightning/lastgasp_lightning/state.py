@@ -63,7 +63,7 @@ class LightningState:
         gate: called once per batch before parameters change, and may block.
         say: reports what is not exact (`Session.note`).
         logged: what this rank's loggers have by now (`LogRecord.mark`).
-        exchange: with which averaged weights a callback validates; copies: in manual optimization. Both set before.
+        exchange: with which averaged weights a callback validates; copies: of the step before. Both set before.
         shards: where each rank holds a part of the state; values: the `ValuesOfSteps`, if any. Set before `install`.
         completed: called for each step that `boundary` has not returned.
     """
@@ -274,6 +274,7 @@ class LightningState:
             return self.snapshot is not None
         if not finish_batch(self._trainer, self.watch):
             return self.copies.valid
+        self.copies.over()
         step = self._trainer.fit_loop.epoch_loop.global_step
         self._note(f"step {step} was cut short on rank {self._trainer.global_rank} after its update: loggers there, "
                    "and callbacks after the one that raised, have nothing of it")  # fmt: skip
@@ -361,9 +362,7 @@ class LightningState:
         in `on_train_batch_end` of a module that overrides this hook (Lightning saves before it), and one made
         between the update and the boundary (no key is added).
         """
-        if self.dumping or self._recorder is None:
-            return
-        if "optimizer_states" not in checkpoint:
+        if self.dumping or self._recorder is None or "optimizer_states" not in checkpoint:
             return
         snapshot = None if self.watch.begun else self.snapshot
         own = self._recorder.read(snapshot.step) if snapshot is not None else None
