@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
 import torch
 from click.testing import CliRunner
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
@@ -19,6 +20,7 @@ from lastgasp.cli import main
 from lastgasp.errors import DamagedCheckpoint, NoGoodCheckpoint
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
+from lastgasp_transformers.loading import REREAD
 from lastgasp_transformers.own import OwnSaves
 from support.train_transformers import VOCABULARY, Tokens
 
@@ -385,3 +387,26 @@ def test_the_start_of_a_job_is_evaluated(
     new_process()
     trainer(tmp_path, LastGasp(), seen, **wanted).train()
     assert seen.steps == steps
+
+
+class OwnLoader(Trainer):  # type: ignore[misc,unused-ignore]
+    """Gives torch's own loader, whose order is drawn from torch's random numbers."""
+
+    def get_train_dataloader(self) -> Any:
+        """Shuffled."""
+        return DataLoader(Tokens(12), self.args.train_batch_size, shuffle=True, collate_fn=self.data_collator)
+
+
+def test_a_loader_of_the_scripts_own_has_the_order_that_trainer_alone_gives_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first epoch of a start: it is drawn under the random state of then, not of the step that was saved."""
+    one = trainer(tmp_path / "plain", kind=OwnLoader)
+    straight = outcome(one, one.train().training_loss)
+    new_process()
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path / "a", LastGasp(), Breaks(1), kind=OwnLoader).train()
+    new_process()
+    found = trainer(tmp_path / "a", LastGasp(), kind=OwnLoader)
+    assert _differences(outcome(found, found.train().training_loss), straight) == []
+    assert REREAD in caplog.text

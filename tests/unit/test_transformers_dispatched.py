@@ -16,7 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lastgasp.adapter.torch import PrefetchedData, rng
-from lastgasp_transformers.loading import REREAD, reads_of
+from lastgasp_transformers.loading import REREAD, Rereading, reads_of
 from lastgasp_transformers.run import Run
 
 
@@ -113,13 +113,13 @@ def test_reading_a_stream_again_draws_what_was_not_due(
 ) -> None:
     """The seed that torch draws for each pass is no random number of the data."""
     notes: list[str] = []
-    run: Any = SimpleNamespace(
-        _random=rng.RngRecorder().snapshot(),
-        state=SimpleNamespace(devices=lambda: ()),
-        session=SimpleNamespace(note=notes.append),
-    )
+    began = rng.RngRecorder().snapshot()
+    torch.rand(1)
+    due = rng.RngRecorder().snapshot()
+    run: Any = SimpleNamespace(_reread=Rereading(began, due, ()), session=SimpleNamespace(note=notes.append))
+    assert rng.RngRecorder().snapshot() == began
     if read:
         next(iter(DataLoader(Stream(draw), 2)))
     Run._around_load_rng_state(run, None, "")
     assert notes == (noted if read else [])
-    assert rng.RngRecorder().snapshot() == run._random
+    assert rng.RngRecorder().snapshot() == due

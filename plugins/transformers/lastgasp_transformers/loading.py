@@ -28,17 +28,28 @@ def skip_nothing(original: Any) -> Callable[[Any, int], Any]:
     return lambda loader, batches: loader
 
 
-def back_to(due: bytes, devices: Sequence[torch.device]) -> bool:
-    """Go back to the random state that was there when the reading began.
+class Rereading:
+    """Of data that are read again from their beginning: under the random state of this start, as Trainer does it.
 
-    Returns:
-        Whether the reading has drawn more than the seed that torch draws for each pass.
+    That is the state in which the order of the first epoch was drawn. What training has drawn until `due` is not
+    repeated.
+
+    Args:
+        began: the random state of this start; None: there is nothing to skip, and reading begins under `due`.
+        due: that of the boundary.
     """
-    random, state = rng.RngRecorder(devices), rng.decode(due)
-    now = random.snapshot()
-    rng.restore(state, devices)
-    usual = [random.snapshot()]
-    torch.empty((), dtype=torch.int64).random_()
-    usual.append(random.snapshot())
-    rng.restore(state, devices)
-    return now not in usual
+
+    def __init__(self, began: bytes | None, due: bytes, devices: Sequence[torch.device]) -> None:
+        self._began, self._due, self._devices = rng.decode(began or due), rng.decode(due), devices
+        rng.restore(self._began, devices)
+
+    def end(self) -> bool:
+        """Go back to the state that is due. Returns whether more was drawn than torch's own seed for each pass."""
+        random = rng.RngRecorder(self._devices)
+        now = random.snapshot()
+        rng.restore(self._began, self._devices)
+        usual = [random.snapshot()]
+        torch.empty((), dtype=torch.int64).random_()
+        usual.append(random.snapshot())
+        rng.restore(self._due, self._devices)
+        return now not in usual

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import accelerate
 import msgspec
@@ -28,7 +28,7 @@ from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
 from lastgasp_transformers.exchanges import Exchanges
 from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
-from lastgasp_transformers.loading import REREAD, back_to, reads_of, skip_nothing
+from lastgasp_transformers.loading import REREAD, Rereading, reads_of, skip_nothing
 from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate, unless_a_gasp_is_written
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
@@ -80,7 +80,7 @@ class Run:
         self._data = shared.PrefetchedData(rng.RngRecorder([trainer.args.device]))
         self._values = CarriedValues(trainer, place, self.session)
         self._record: Record | None = None
-        self._random: bytes | None = None
+        self._reread: Rereading | Literal[""] | None = None
         self._good: set[Path] = set()
         self._loaded = ""
         self._before = 0.0
@@ -312,9 +312,9 @@ class Run:
         return epoch, done * args.gradient_accumulation_steps
 
     def _around_load_rng_state(self, original: Any, checkpoint: Any) -> None:
-        if self._random is None:
+        if self._reread is None:
             original(checkpoint)
-        elif self._random and back_to(self._random, self.state.devices()):
+        elif self._reread and self._reread.end():
             self.session.note(REREAD)
 
     def _around_run_epoch(self, original: Any, **given: Any) -> None:
@@ -350,6 +350,7 @@ class Run:
                               "in the data by steps of the size that they have now: in the middle of an epoch some are "
                               "left out or trained twice")  # fmt: skip
         own = shared.own_aux(record, rank, world, self.session.note) if saved == world else None
+        began = rng.RngRecorder(self.state.devices()).snapshot()
         position = self.training.restore(record, own)
         norm, rate = self.training.last
         trainer._maybe_log_save_evaluate(
@@ -371,7 +372,9 @@ class Run:
             if seats is not None:
                 seats.resume(batches, more)
         if own is not None:
-            self._random = b"" if exact else self.training.recorder.snapshot_rng()
+            skips = 0 < steps < given["num_update_steps_per_epoch"] and not trainer.args.ignore_data_skip
+            due = self.training.recorder.snapshot_rng()
+            self._reread = "" if exact else Rereading(began if skips else None, due, self.state.devices())
         return exact
 
     # -- Trainer's own checkpoints ------------------------------------------------------------------------
