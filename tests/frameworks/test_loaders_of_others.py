@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from frameworks.position_rig import Loop, Ran, Stopped
 from frameworks.test_positions import Numbers, Stream
@@ -125,6 +127,31 @@ def test_accelerate_goes_on_from_an_older_checkpoint(restored_environ: None, mon
     whole = loop.whole()
     monkeypatch.setattr(AcceleratedPosition, "begin", as_before)
     loop.check(SOME, whole)
+
+
+class Drawn(IterableDataset[torch.Tensor]):
+    """Numbers of a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.from_numpy(self.generator.integers(99, size=20))
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_loader_that_accelerate_had_not_prepared_before(over: bool, restored_environ: None) -> None:
+    """The state of its generators is put back."""
+    accelerate = package("accelerate")
+    datasets = Drawn(), Drawn()
+    loader = DataLoader(datasets[0], 4)
+    before = position_of(loader, rng.RngRecorder())
+    list(loader)
+    after = position_of(accelerate.Accelerator(cpu=True).prepare(DataLoader(datasets[1], 4)), rng.RngRecorder())
+    assert isinstance(after, AcceleratedPosition)
+    assert after.resume(PassStart(), before.state(), 5, over) == (None if over else 5)
+    first, second = (one.generator.bit_generator.state for one in datasets)
+    assert (first == second) == over  # else the pass is drawn again first
 
 
 # -- WebDataset -----------------------------------------------------------------------------------------------

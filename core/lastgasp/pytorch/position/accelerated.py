@@ -43,7 +43,9 @@ class AcceleratedPosition(StreamPosition):
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """Count as the loader did when the pass began, or when it was over."""
-        following, generators = pickle.loads(state) if state else (None, b"")
+        # the loader of a run before may not have been accelerate's: then there are its generators alone
+        found = pickle.loads(state) if state.startswith(pickle.PROTO) else (None, state)
+        following, generators = found if isinstance(found, tuple) else (None, b"")
         number, seed, *rest = pickle.loads(start.counters) if start.counters else (following, None)
         begun = any(rest)  # older checkpoints, which have none of it, are not of such loaders
         if seed is not None:
