@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Trainer
 
 from support import train_tiny
 
@@ -15,11 +14,6 @@ def trainer_of_two_nodes(**options: Any) -> Trainer:
     return Trainer(**options | {"devices": 1, "num_nodes": 2})
 
 
-def seed_by_rank(seed: int) -> int:
-    """As train_tiny does by LOCAL_RANK, which is 0 on both nodes."""
-    return seed_everything(seed + 1000 * int(os.environ["RANK"]))
-
-
 if __name__ == "__main__":
-    vars(train_tiny).update(Trainer=trainer_of_two_nodes, seed_everything=seed_by_rank)
+    vars(train_tiny).update(Trainer=trainer_of_two_nodes)
     train_tiny.main()
