@@ -14,6 +14,26 @@ from typing import Any
 import pytest
 
 from lastgasp_megatron.again import Pretrain, not_again
+from lastgasp_megatron.script import ScriptValues
+
+SCRIPT = """
+import functools
+from elsewhere import asked
+
+count = 0
+
+def counted():
+    global count
+    count += 1
+    return count
+
+before = functools.cache(counted)
+made = functools.lru_cache(maxsize=1)(lambda: counted())
+
+class Of:
+    made = staticmethod(functools.cache(lambda: counted()))
+    own = functools.cache(lambda self: counted())
+"""
 
 
 @dataclasses.dataclass
@@ -57,6 +77,36 @@ def test_the_next_call_gets_what_the_first_one_got(training: Any) -> None:
     assert training.training._STARTUP_TIMESTAMPS == {"program_start": None}
 
 
+@pytest.mark.parametrize("name", ["activation_logging", "dgrad_logging"])
+def test_what_was_logged_of_a_step_that_was_cut_short_is_dropped(
+    name: str, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging: Any = ModuleType(name)
+    logging._LOGGER = "hooked into the model of before"
+    monkeypatch.setitem(sys.modules, f"megatron.training.{name}", logging)
+    Pretrain((len,), {}, first=True).reset()
+    assert logging._LOGGER is None
+
+
+def test_what_functions_of_the_script_remember_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pretrain_gpt.py has such a one, which holds where a stream of its data is; a new process begins without."""
+    elsewhere: Any = ModuleType("elsewhere")
+    exec("import functools\nasked = functools.cache(lambda: 0)", vars(elsewhere))
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
+    module: Any = ModuleType("losses")
+    module.__file__ = str(tmp_path / "losses.py")
+    exec(SCRIPT, vars(module))
+    monkeypatch.setitem(sys.modules, "losses", module)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "pretrain.py"), raising=False)
+    assert module.before() == 1
+    values = ScriptValues([])
+    assert [module.made(), module.Of.made(), module.Of().own()] == [2, 3, 4] and module.made() == 2
+    module.asked()
+    values.put_back()
+    assert [module.before(), module.made(), module.Of.made(), module.Of().own()] == [1, 2, 3, 4]  # the counter, too
+    assert module.asked.cache_info().currsize == 1  # a library's own
+
+
 @pytest.mark.parametrize(("rank", "size"), [(0, 3), (1, 2), (3, 4)])
 def test_ranks_are_counted_anew(rank: int, size: int, training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time from what they were at the start: some may be missing, and be there again."""
@@ -90,6 +140,7 @@ def test_what_cannot_be_kept_costs_the_recovery_in_place_and_not_the_job(where: 
         ({"profile": True}, "--profile"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type"),
         ({"async_save": True, "async_strategy": "nvrx"}, "--async-strategy nvrx"),
+        ({"logits_load_dir": "logits"}, "--logits-load-dir"),  # the script keeps its place in the stream of logits
     ],
 )  # fmt: skip
 def test_what_keeps_more_than_is_dropped_is_not_entered_again(settings: dict[str, Any], named: str) -> None:

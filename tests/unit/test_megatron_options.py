@@ -106,6 +106,7 @@ def test_a_version_without_a_provider_is_called_as_it_is() -> None:
         ("--qk-clip", {"qk_clip": True}),
         ("--vision-pretraining-type", {"vision_pretraining": True, "vision_pretraining_type": "dino"}),
         ("--async-save", {"ckpt_format": "torch", "async_save": True}),
+        ("--logits-save-dir", {"ckpt_format": "torch_dist", "async_save": True, "logits_save_dir": "logits"}),
         ("torch.distributed", {}),
     ],
 )
@@ -169,9 +170,12 @@ def test_who_trains_with_megatron_core_alone_is_told_that_nothing_is_saved(
     assert caplog.text.count("nothing is saved") == 1
 
 
-def test_an_external_data_loader_is_noted() -> None:
-    assert "args.consumed_train_samples" in not_known(Namespace(dataloader_type="external"))
-    assert not_known(Namespace(dataloader_type="cyclic")) == not_known(Namespace()) == ""
+def test_data_that_no_checkpoint_puts_back_are_noted() -> None:
+    (loader,) = not_known(Namespace(dataloader_type="external"))
+    assert "args.consumed_train_samples" in loader
+    (drawn,) = not_known(Namespace(dataloader_type="single", fim_data=True))
+    assert drawn.startswith("--fim-data") and "begin anew" in drawn
+    assert not_known(Namespace(dataloader_type="cyclic", fim_data=False)) == not_known(Namespace()) == []
 
 
 @pytest.mark.parametrize(

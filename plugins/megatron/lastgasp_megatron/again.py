@@ -30,7 +30,7 @@ _UNTRIED = (
     "fp8", "fp4", "enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap", "nccl_ub", "use_sharp",
     "enable_ft_package", "log_straggler", "run_workload_inspector_server", "fine_grained_activation_offloading",
     "batch_invariant_mode", "hybrid_context_parallel", "profile", "perform_rl_step", "moe_enable_deepep",
-    "moe_routing_trace_path",
+    "moe_routing_trace_path", "logits_load_dir",
 )  # fmt: skip
 """Settings under which a process keeps more of a training than is known to be dropped (docs/facts/megatron.md §8)."""
 _TRIED: dict[str, tuple[Any, ...]] = {
@@ -108,6 +108,7 @@ class Pretrain:
         abandon_saves()
         _close_writers()
         _drop_sums()
+        _drop_loggers()
         training.destroy_global_state()
         vars(training).update(copy.deepcopy(self._module))
         args, kwargs, settings = self._copies(*self._kept)
@@ -192,6 +193,18 @@ def _drop_sums() -> None:
     drop = getattr(sys.modules.get("megatron.core.transformer.moe.moe_logging"), "destroy_moe_metrics_tracker", None)
     if drop is not None:  # older versions keep them beside the process groups, and drop them together
         drop()
+
+
+def _drop_loggers() -> None:
+    """Those of --save-activations-interval and its like.
+
+    What they hold of a step that was cut short is not of the next one, and while they are hooked into
+    one model they refuse another one.
+    """
+    for name in ("activation_logging", "dgrad_logging"):
+        module = sys.modules.get(f"megatron.training.{name}")
+        if module is not None and hasattr(module, "_LOGGER"):
+            vars(module)["_LOGGER"] = None
 
 
 def _close_writers() -> None:

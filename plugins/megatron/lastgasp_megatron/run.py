@@ -152,7 +152,7 @@ class Run:
                 self.session.note(note)
         if self.marks is not None:
             self.marks.place()
-        for text in filter(None, (not_known(self.args), self._acceptance(step))):
+        for text in filter(None, (*not_known(self.args), self._acceptance(step))):
             self.session.note(text)
         durable = step if step == self.selector.resumed else 0
         self.life.begin(step, durable, users_handler=users_handler(self.args))

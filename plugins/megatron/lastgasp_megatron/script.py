@@ -7,11 +7,13 @@ random numbers that all ranks are to draw alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import _lru_cache_wrapper
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from lastgasp.adapter.again import ONCE, Root, UserValues, is_users_module
+from lastgasp.adapter.again import ONCE, Places, Root, UserValues, is_users_module
 
 
 class ScriptValues(UserValues):
@@ -24,6 +26,7 @@ class ScriptValues(UserValues):
     def __init__(self, known: Iterable[object]) -> None:
         self._modules = _modules()
         super().__init__([_root(name, module) for name, module in self._modules.items()], known, ONCE)
+        self._unused = [one for one in _memoized(self._modules) if not one.cache_info().currsize]
         self.take()
         if self.big:  # is known by its content from the second look on
             self.take()
@@ -33,9 +36,26 @@ class ScriptValues(UserValues):
         late = sorted(_modules().keys() - self._modules.keys())
         return f"{late[0]} was imported after pretrain() was called" if late else super().cannot()
 
+    def put_back(self, entered: bool = False, before: Places | None = None, now: Places | None = None) -> None:
+        """As of the base; functions that remember results, such as a loss or a loader made once, begin without any."""
+        super().put_back(entered, before, now)
+        for one in self._unused:
+            one.cache_clear()
+
 
 def _root(name: str, module: ModuleType) -> Root:
     return Root(name, module, frozenset(one for one in vars(module) if one.startswith("__")) | {"__warningregistry__"})
+
+
+def _memoized(modules: dict[str, ModuleType]) -> Iterator[_lru_cache_wrapper[Any]]:
+    """The functions under functools.lru_cache of these modules and of their classes."""
+    for name, module in modules.items():
+        for one in list(vars(module).values()):
+            own = list(vars(one).values()) if isinstance(one, type) and one.__module__ == name else [one]
+            for value in own:
+                found = getattr(value, "__func__", value)
+                if isinstance(found, _lru_cache_wrapper) and getattr(found, "__module__", name) == name:
+                    yield found
 
 
 def _modules() -> dict[str, ModuleType]:

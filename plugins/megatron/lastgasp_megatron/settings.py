@@ -49,6 +49,10 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "none: survivors cannot save where an external data loader is",
         "Leave it out, and have your loader begin at args.consumed_train_samples.",
     ),
+    "logits_save_dir": (
+        "none: the logits of the steps since the last periodic save are in this process alone",
+        "Save logits in a job without lastgasp (LASTGASP=0), which does these steps again behind a fault.",
+    ),
     "no_save_optim": ("the default", "Leave it out: what is saved without the optimizer cannot be resumed."),
 }
 # The same for sizes: those above 1 are refused. They follow from options of other names.
@@ -94,14 +98,20 @@ def refuse(args: Any) -> None:
         raise ConfigError("torch.distributed", "not initialized", "initialize_megatron before the model", "Call it.")
 
 
-def not_known(args: Any) -> str:
-    """What lastgasp cannot know about the data of a training with these settings; empty if nothing."""
-    if getattr(args, "dataloader_type", None) != "external":
-        return ""
-    return (
-        "--dataloader-type external: where your data loader is, is in no checkpoint. A resumed training has the right "
-        "data only if the loader begins at args.consumed_train_samples"
-    )
+def not_known(args: Any) -> list[str]:
+    """What lastgasp cannot know about the data of a training with these settings."""
+    found = []
+    if getattr(args, "dataloader_type", None) == "external":
+        found.append(
+            "--dataloader-type external: where your data loader is, is in no checkpoint. A resumed training has the "
+            "right data only if the loader begins at args.consumed_train_samples"
+        )
+    if getattr(args, "fim_data", False):
+        found.append(
+            "--fim-data: Megatron's data sets draw which samples they rearrange, and how, from random numbers that are "
+            "in no checkpoint and begin anew at each start: samples behind it are rearranged otherwise"
+        )
+    return found
 
 
 def _refuse_of_experts(args: Any) -> None:
