@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import logging
 import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
+from operator import length_hint
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
@@ -15,10 +18,13 @@ from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_r
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.inexact import COUNTED, DREW
+from lastgasp.pytorch.loop.numbering import NUMBERS, Promotions, number_of, numbered_anew
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.startup_refusal import tell_launcher
 from lastgasp.steps.settings import MarksConfig
+
+log = logging.getLogger("lastgasp")
 
 T = TypeVar("T")
 
@@ -298,20 +304,22 @@ class BatchIterable(Generic[T]):
         run = session._run
         if run.book.explicit and self._rest == run.book.epoch:
             run.engine.note(COUNTED)
-        returning = run._returning
+        returning, since = run._returning, Promotions()
         one = run.begin_pass(self._loader, self._replay)
         if returning and not run._returning:
             session._restored = run.recorder.snapshot_rng()
         rest = one.resumed and one.consumed and one.parent is None and not one.over
         self._rest = run.book.epoch if rest else -1
-        return BatchIterator(session, one)
+        middle, start = one.resumed and one.consumed > 0, not run.book.gave and run.resumed is None
+        looks = not one.over and (middle or start)
+        return BatchIterator(session, one, since if looks else None)
 
 
 class BatchIterator(Iterator[T]):
     """The iterator of one pass."""
 
-    def __init__(self, session: Session, one: DataPass) -> None:
-        self._session, self._pass = session, one
+    def __init__(self, session: Session, one: DataPass, since: Promotions | None) -> None:
+        self._session, self._pass, self._since = session, one, since
 
     @property
     def number(self) -> int:
@@ -322,12 +330,28 @@ class BatchIterator(Iterator[T]):
         self._session._check()
         run = self._session._run
         self._session._look(run)
+        if self._since is not None:
+            self._numbered(sys._getframe().f_back, self._since)
         try:
             batch: T = run.next_batch(self._pass, self._session._finished)
         except StopIteration:
             run.unknown_loaders.pass_over(self, self._pass.loader)
             raise
         return batch
+
+    def _numbered(self, frame: FrameType | None, since: Promotions) -> None:
+        """Before the first batch: say it if the loop numbers its batches itself, and not as a resumed pass goes on."""
+        self._since = None
+        one, run = self._pass, self._session._run
+        with contextlib.suppress(Exception):  # the user's loader, whose length may be anything
+            number = number_of(self, frame, since)
+            if number is None:
+                return
+            if not one.consumed:
+                if run.rank == 0:
+                    log.warning(NUMBERS)
+            elif note := numbered_anew(number, one.consumed, length_hint(one.loader)):
+                run.engine.note(note)
 
     def __del__(self) -> None:
         """The iterator was dropped: after `break` or `return` the loop's body has ended, after an exception not."""
