@@ -32,6 +32,9 @@ class LoopMarks:
         first: number of the first step.
         backward_over: called after each backward pass of the training thread that did not raise.
         backward_begins: called before each.
+
+    Attributes:
+        forward_begins: called before each forward pass, with whether it is in training mode.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class LoopMarks:
     ) -> None:  # fmt: skip
         self._engine, self._thread, self._backward_over = engine, threading.get_ident(), backward_over
         self._backward_begins = backward_begins
+        self.forward_begins: Callable[[bool], None] = lambda training: None
         device = next(iter(state.devices()), torch.device("cpu"))
         self._ranges = StepRanges(engine.recorder.marks, device, first) if engine.recorder is not None else None
         self._in_step, self._depth = False, 0
@@ -118,6 +122,7 @@ class LoopMarks:
             ranges.step.begin()
 
     def _before_forward(self, module: Any) -> None:
+        self.forward_begins(module.training)
         if not module.training:
             self._engine.progress("validation")
             return

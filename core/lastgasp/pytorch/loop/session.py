@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.loop.data_pass import DataPass
+from lastgasp.pytorch.loop.drawn_ahead import DrawnAhead
 from lastgasp.pytorch.loop.inexact import COUNTED, DREW
 from lastgasp.pytorch.loop.numbering import NUMBERS, Promotions, number_of, numbered_anew
 from lastgasp.pytorch.loop.run import Run
@@ -94,6 +95,7 @@ class Session:
         """For `open`."""
         self._run, self._max = run, max_steps
         self._closed, self._restored, self._drew = False, b"", False
+        self._ahead = DrawnAhead(run)
         vars(self)["mark"] = run.engine.mark  # bypasses this class's method: a mark costs less than a call
 
     @classmethod
@@ -238,6 +240,7 @@ class Session:
         run.complete(number)
         if not run.book.gave:
             run.unknown_loaders.step_over()
+        self._ahead.step_over()
         return True
 
     def save(self) -> None:
