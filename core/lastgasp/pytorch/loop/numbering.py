@@ -62,7 +62,7 @@ def number_of(iterator: Iterator[Any], frame: FrameType | None, since: Promotion
         if found is None:
             return None
         if isinstance(found, enumerate):
-            return int(found.__reduce__()[1][1])  # type: ignore[index]
+            return int(found.__reduce__()[1][1])
         held, frame = found, frame.f_back
     return None
 
