@@ -15,6 +15,7 @@ from frameworks.loop_rig import Cut, NewProcesses, in_process, loader
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop.numbering import NUMBERS
 from lastgasp.pytorch.loop.run import Run
+from lastgasp.pytorch.loop.schedules import RATES_ANEW
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,47 @@ def test_a_loop_that_numbers_its_batches_itself_is_named(
     train(99)
     assert caplog.text.count("the first one of the resumed pass 0, although 3 came before it") == noted
     assert NUMBERS not in caplog.text
+
+
+def anew(step: int, epoch: int, count: int) -> float:
+    return 0.1 / (1 + 5 * epoch + count)
+
+
+RATES: dict[str, tuple[Callable[[int, int, int], float], int]] = {
+    "by a count of its own": (anew, 1),
+    "by the step": (lambda step, epoch, count: 0.1 / (1 + step), 0),
+    "constant": (lambda step, epoch, count: 0.1, 0),
+    "of the epoch": (lambda step, epoch, count: 0.1 / (1 + epoch), 0),
+    "in turn": (lambda step, epoch, count: 0.1 / (1 + step % 2), 0),
+}
+"""How the loop sets its learning rate, from the step, the epoch and a count of its own; whether a resume notes it."""
+
+
+@pytest.mark.parametrize("at", [3, 4, 8])
+@pytest.mark.parametrize("how", RATES)
+def test_learning_rates_that_begin_anew_are_named(
+    how: str, at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As timm's `num_updates` has it, which no enumerate() gives away."""
+    rate, noted = RATES[how]
+
+    def train(until: int) -> list[float]:
+        model, used = nn.Linear(4, 3), list[float]()
+        optimizer = SGD(model.parameters(), lr=0.5)
+        with Session.open(tmp_path, state=TorchState(model, optimizer), every=1) as s:
+            for epoch in s.epochs(2):
+                counts = iter(range(5))
+                for _ in s.batches(loader()):
+                    if s.step == until:
+                        raise Cut
+                    optimizer.param_groups[0]["lr"] = rate(s.step, epoch, next(counts))
+                    used.append(optimizer.param_groups[0]["lr"])
+                    optimizer.step()
+        return used
+
+    with pytest.raises(Cut):
+        train(at)
+    assert RATES_ANEW not in caplog.text
+    used = train(99)
+    assert caplog.text.count(RATES_ANEW) == noted
+    assert (used == [rate(step, step // 5, step % 5) for step in range(at, 10)]) is not bool(noted)

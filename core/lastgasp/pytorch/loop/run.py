@@ -94,7 +94,7 @@ class Run:
         self.buffer_rank = self.rank if own else 0
         counts = self.per_rank or self.buffer_rank == self.rank
         self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
-        self.schedules = ScheduleWatch(state.schedulers.values())
+        self.schedules = ScheduleWatch(state.schedulers.values(), state.optimizers.values())
         self.buckets = Buckets(state)
         self._aux: AuxState | None = None
         self._returning = self._gradients = self._wanted = False
@@ -205,12 +205,12 @@ class Run:
         `shards` fills those of a sharded model; by default from `path`.
         """
         self.state.load(checkpoint, str(path), shards)
-        self._returning = True
-        self._aux = aux_of(checkpoint[KEY], self.place, str(path), self.state.noting(self.engine.note))
-        self._again, ranks = self.state.remember(checkpoint), (checkpoint[KEY]["world_size"], self.place.world_size)
-        self.step, self.resumed = checkpoint["step"], path
-        self.book.resume(position_of(checkpoint[KEY], self.place), checkpoint["epoch"], ranks)
-        self.buckets.restore(checkpoint[KEY]["buckets"])
+        place, record, self._returning = self.place, checkpoint[KEY], True
+        self._aux = aux_of(record, place, str(path), self.state.noting(self.engine.note))
+        self._again, self.step, self.resumed = self.state.remember(checkpoint), checkpoint["step"], path
+        self.book.resume(position_of(record, place), checkpoint["epoch"], (record["world_size"], place.world_size))
+        self.buckets.restore(record["buckets"])
+        self.schedules.rates.resumed(record.get("first_rates"), self.engine.note)
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
@@ -245,7 +245,7 @@ class Run:
         self.moving.opens()
         self._capture_unsettled()
         self._gate()
-        self.schedules.opens()
+        self.schedules.opens(self.book.epoch)
 
     def _backward_over(self) -> None:
         """The other ranks may have all gradients now, and complete the step without this one."""

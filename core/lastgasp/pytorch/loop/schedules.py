@@ -1,31 +1,91 @@
-"""How often each scheduler is stepped between an update and the end of its step."""
+"""How often each scheduler is stepped between an update and the end of its step; learning rates that begin anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+RATES_ANEW = (
+    "the loop has set the learning rates of the first update of this epoch again, although others came before this "
+    "one. If it counts its batches or updates anew in a resumed run, it trains with other rates than it would without "
+    "the fault: begin the count with s.step, keep it in TorchState(extra=...), or use s.enumerate(loader)"
+)
+"""Note of the first update of a resumed run."""
+
+
+class FirstRates:
+    """The learning rates of the first update of an epoch, which a loop that counts anew will set again.
+
+    Nothing is said of rates that come back in the same epoch, as constant and cyclic ones do.
+
+    Args:
+        optimizers: the user's.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self._optimizers = list(optimizers)
+        self._epoch, self._first, self._alone, self._count = -1, list[float](), True, 0
+        self._told: Callable[[str], object] | None = None
+        self._last: list[float] = []
+
+    def _rates(self) -> list[float]:
+        rates = [group.get("lr") for one in self._optimizers for group in one.param_groups]
+        return [rate for rate in rates if isinstance(rate, float)] if len(rates) <= _GROUPS else []
+
+    def opens(self, epoch: int) -> None:
+        """An update of `epoch` begins."""
+        rates, note, self._told = self._rates(), self._told, None
+        if note is not None and epoch == self._epoch and self._alone and rates == self._first != self._last:
+            note(RATES_ANEW)
+        if epoch != self._epoch:
+            self._epoch, self._first, self._alone, self._count = epoch, rates, True, 0
+        elif rates == self._first:
+            self._alone = False
+        self._count += 1
+
+    def record(self) -> tuple[int, list[float]]:
+        """What `resumed` gets."""
+        return self._epoch, self._first if self._alone and self._count > _IN_TURN else []
+
+    def resumed(self, record: tuple[int, list[float]] | None, note: Callable[[str], object]) -> None:
+        """The state of a checkpoint is loaded; `note` is told if the next update has the rates of the first again."""
+        if record is not None and record[1]:
+            self._epoch, self._first, self._alone, self._count = record[0], list(record[1]), True, _IN_TURN + 1
+            self._last, self._told = self._rates(), note
+
+
+_GROUPS = 1000
+"""Of more parameter groups nothing is recorded."""
+
+_IN_TURN = 2
+"""So many updates may have rates of their own in turn."""
 
 
 class ScheduleWatch:
     """Counts the steps of schedulers, so that a step that was cut short after its update can be completed.
 
     Args:
-        schedulers: the user's.
+        schedulers, optimizers: the user's.
+
+    Attributes:
+        rates: what is known of learning rates.
     """
 
-    def __init__(self, schedulers: Iterable[Any]) -> None:
+    def __init__(self, schedulers: Iterable[Any], optimizers: Iterable[Any] = ()) -> None:
         self._schedulers = list(schedulers)
+        self.rates = FirstRates(optimizers)
         self._before = self._counts()
         self._usual = [0] * len(self._schedulers)
 
     def _counts(self) -> list[int]:
         return [_count(s) for s in self._schedulers]
 
-    def opens(self) -> None:
-        """An update begins."""
+    def opens(self, epoch: int = 0) -> None:
+        """An update begins, in `epoch`."""
         self._before = self._counts()
+        self.rates.opens(epoch)
 
     def closes(self) -> None:
         """The step has ended."""
