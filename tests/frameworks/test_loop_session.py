@@ -907,6 +907,24 @@ def test_workers_that_persist_begin_later_in_a_resumed_run(
     assert found == [(2, 0), (2, 1)]
 
 
+def test_a_model_that_is_saved_as_a_whole_can_be_loaded_by_weights_only(tmp_path: Path) -> None:
+    """As pytorch/examples' word_language_model does; the hooks go on afterwards, those of the user, too."""
+    model = next(iter((state := tiny()).models.values()))
+    with Session.open(tmp_path, state=state) as session:
+        model.register_forward_hook(_counted)
+        before = {name: list(getattr(model, name)) for name in vars(model) if "_hooks" in name}
+        torch.save(model, tmp_path / "whole.pt")
+        assert {name: list(getattr(model, name)) for name in vars(model) if "_hooks" in name} == before
+        with torch.serialization.safe_globals([nn.Linear, _counted]):
+            loaded = torch.load(tmp_path / "whole.pt", weights_only=True)
+        step(session, state)
+    assert list(loaded._forward_hooks.values()) == [_counted] and not loaded._forward_pre_hooks
+
+
+def _counted(module: nn.Module, inputs: Any, output: Any) -> None:
+    """A hook of the user's."""
+
+
 def test_the_model_can_be_pickled_and_copied_meanwhile(tmp_path: Path) -> None:
     """As with `torch.save(model)`; what is loaded elsewhere needs no lastgasp."""
     model, x = nn.Linear(4, 3), torch.ones(1, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,35 @@ def follow_forward(module: Any, before: _Event, after: _Event) -> Callable[[], N
             handles.pop().remove()
 
     return undo
+
+
+@contextlib.contextmanager
+def hidden(models: Iterable[Any]) -> Iterator[None]:
+    """While a model is saved as a whole: without lastgasp's hooks, for `torch.load(weights_only=True)` refuses them.
+
+    For the thread that runs the models. Users' hooks stay, in their order.
+    """
+    put_back = list[tuple[dict[str, Any], str, Any]]()
+    try:
+        for module in (one for model in models for one in model.modules()):
+            ours = {key for name in _HOOKS for key, hook in vars(module).get(name, {}).items() if _is_ours(hook)}
+            for name in (*_HOOKS, *_OF_HOOKS) if ours else ():
+                hooks = vars(module).get(name)
+                if hooks:
+                    put_back.append((vars(module), name, hooks))
+                    vars(module)[name] = type(hooks)((key, hooks[key]) for key in hooks if key not in ours)
+        yield
+    finally:
+        for attributes, name, hooks in put_back:
+            attributes[name] = hooks
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_OF_HOOKS = ("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("lastgasp.")
 
 
 class _Hook:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lastgasp.adapter.hooks import replace_attribute
-from lastgasp.pytorch.loop.hooks import follow_forward
+from lastgasp.pytorch.loop.hooks import follow_forward, hidden
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.processgroups import process_groups
 from lastgasp.pytorch.stepranges import StepRanges
@@ -49,7 +49,8 @@ class LoopMarks:
         self._in_step, self._depth = False, 0
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
-        for model in state.models.values():
+        self._models = list(state.models.values())
+        for model in self._models:
             self._undo.append(follow_forward(model, self._before_forward, self._after_forward))
         self._backward = _replace_backward(self._around_backward)
         self._undo.append(replace_attribute(torch.serialization, "_save", self._around_save))
@@ -163,9 +164,11 @@ class LoopMarks:
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread:
-                self._engine.progress("save")
-            return original(*args, **kwargs)
+            if threading.get_ident() != self._thread:
+                return original(*args, **kwargs)
+            self._engine.progress("save")
+            with hidden(self._models):
+                return original(*args, **kwargs)
 
         return save
 
