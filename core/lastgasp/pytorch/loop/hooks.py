@@ -63,6 +63,7 @@ _OF_HOOKS = ("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_for
 
 
 def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a partial
     return str(getattr(hook, "__module__", "")).startswith("lastgasp.")
 
 
