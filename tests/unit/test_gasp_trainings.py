@@ -224,6 +224,39 @@ def test_what_was_held_in_memory_is_not_lost_with_a_later_training(later: bool, 
     assert held.notes == ([] if later else [lost])
 
 
+def saved(job: Job, step: int) -> Attempt:
+    job.machine.outcome.ending, job.machine.outcome.step = "saved", step
+    job.attempt.note(RecordPhase(phase="detected"))
+    job.attempt.note(RecordPhase(phase="released"))
+    return job.attempt
+
+
+def test_a_restart_that_has_its_checkpoints_elsewhere_loses_what_was_saved_and_says_so(job: Job, tmp_path: Path) -> None:
+    """A script whose directory has the time of its start in its name: nothing else in the log would tell."""
+    job.begins(0)
+    faulty = saved(job, 8)
+    job.join(0, tmp_path / "11-20-15", attempt=1)
+    for _rank in range(2):
+        job.incidents.resumed(0)
+    [note] = faulty.notes
+    assert note.startswith(f"step 8 was saved in {tmp_path}, but the restarted script has its checkpoints in {tmp_path}/")
+    assert "went on from step 0" in note
+    assert faulty.incident is not None and faulty.incident.steps_lost == 8
+
+
+@pytest.mark.parametrize("finds", [8, 0])
+def test_other_directories_of_a_job_are_no_loss(finds: int, job: Job, tmp_path: Path) -> None:
+    """Two trainings with a directory each: after a fault in the second one, the script begins with the first again."""
+    job.begins(0)
+    job.ends()
+    job.join(0, tmp_path / "second")
+    job.begins(0)
+    faulty = saved(job, 8)
+    job.join(0, tmp_path if finds == 0 else tmp_path / "second", attempt=1)
+    job.incidents.resumed(finds)
+    assert faulty.notes == []
+
+
 def test_a_controller_in_another_ones_place_counts_the_same_exception_on(tmp_path: Path) -> None:
     """A job of one host has grown, and its launcher has begun another controller, which other hosts can reach."""
     with closing(RecordWriter()) as writer:

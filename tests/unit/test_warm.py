@@ -277,10 +277,12 @@ def test_it_cannot_be_asked_before_it_is_ready(tmp_path: Path) -> None:
         ("import os\nkept = dict(os.environ)", "culprit reads RANK when it is imported"),
         ("import tempfile\nkept = tempfile.mkdtemp()", "made a temporary file"),
         ("import tempfile\nkept = tempfile.NamedTemporaryFile(delete=False).name", "made a temporary file"),
-        ("import tempfile\nkept = tempfile.TemporaryDirectory()", "made a temporary file"),
+        ("import tempfile\nkept = tempfile.TemporaryDirectory()\nplace = kept.name + '/media'", "made a temporary file"),
+        ("import tempfile\nkept = tempfile.TemporaryDirectory()\nset = {'place': kept.name}", "made a temporary file"),
+        ("import tempfile\nkept = tempfile.TemporaryDirectory()\nopen(kept.name + '/x', 'w').close()", "made a temporary"),
         ("import tempfile\nname = next(tempfile._get_candidate_names())", "made a temporary file"),
     ],
-    ids=["thread", "process", "socket", "rank", "environment", "folder", "file", "cleaned", "name"],
+    ids=["thread", "process", "socket", "rank", "environment", "folder", "file", "taken", "in a dict", "filled", "name"],
 )
 def test_what_an_import_does_may_forbid_a_fork(source: str, why: str, tmp_path: Path) -> None:
     library(tmp_path, "culprit", source)
@@ -310,6 +312,27 @@ def test_temporary_files_that_are_gone_again_are_no_hindrance(tmp_path: Path) ->
             assert rank.wait(PATIENCE) == 0, err.read_text()
             said.append(out.read_text().split())
     assert [one[0] for one in said] == ["None", "None"] and said[0][1] != said[1][1]
+
+
+def test_a_temporary_folder_that_only_its_object_knows_is_made_anew_in_each_rank(tmp_path: Path) -> None:
+    """As wandb's two, which it makes when it is imported. Each process removes its own at its end, and only that."""
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    library(tmp_path, "media", f"import tempfile\nmedia = tempfile.TemporaryDirectory('-media', dir={str(folders)!r})")
+    script = tmp_path / "uses.py"
+    script.write_text("import media, os, sys\nprint(media.media.name, os.listdir(os.path.dirname(media.media.name)))\n"
+                      "open(media.media.name + '/one', 'w').close()\n")  # fmt: skip
+    with process(tmp_path, "media") as found:
+        ready(found)
+        assert not list(folders.iterdir())
+        said = []
+        for _ in range(2):
+            rank, out, err = forked(found, tmp_path, str(script))
+            assert rank.wait(PATIENCE) == 0, err.read_text()
+            assert "ResourceWarning" not in err.read_text()
+            said.append(out.read_text().split(maxsplit=1))
+            assert not list(folders.iterdir())
+    assert said[0][0] != said[1][0] and all(one[1].strip() == str([os.path.basename(one[0])]) for one in said)
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG"])

@@ -29,6 +29,13 @@ EXPLAIN_FOR = 10.0
 NOBODY = "this recovery in place failed: no rank came back from it, and the job restarted"
 
 
+ELSEWHERE = (
+    "step {step} was saved in {before}, but the restarted script has its checkpoints in {now} and went on from step "
+    "{begun}: it does not see what it has saved. Give it the same directory at each start, without a time or the number "
+    "of a process in its name"
+)
+
+
 class Incidents:
     """Keeps the record of the current attempt, and the previous one's until the job has recovered from it.
 
@@ -54,6 +61,8 @@ class Incidents:
         """Whose step could not be saved, until an attempt has begun to train: it may begin with it, from arenas."""
         self._in_arenas: Attempt | None = None
         """Whose step the current attempt has begun with so."""
+        self._directories = set[str]()
+        """Of all trainings up to the previous attempt's last one."""
         self._no_step_since: list[Attempt] = []
         """Those before the previous one after whose faults no new step was completed before the next fault."""
 
@@ -63,6 +72,8 @@ class Incidents:
             log.warning("%s", narration.event(led))
         if self.previous is not None and self.previous.recovers:
             self._no_step_since.append(self.previous)
+        if self.current is not None:
+            self._directories.add(self.current.hello.directory)
         self.previous, self.current = self.current, Attempt.of(hello, buffers)
         if self.previous is not None:
             self.current.learns(self.previous)
@@ -152,6 +163,7 @@ class Incidents:
             self._found_in_arenas(unsaved, step)
         if self.current is not None and self.current.training:  # the one before has been trained to its end
             self._in_memory = self._in_arenas = None
+        self._begins_elsewhere(step)
         held, current, previous = self._in_memory, self.current, self.previous
         if held is None or held.incident is None or current is None or current.hello.attempt == held.hello.attempt:
             return
@@ -166,6 +178,22 @@ class Incidents:
             log.warning("note: %s", kept)
             self.refresh(held)
             self.flush()
+
+    def _begins_elsewhere(self, step: int) -> None:
+        """A script may name its directory after the time of its start, as Hydra does; then it never finds a save."""
+        current, previous = self.current, self.previous
+        if current is None or previous is None or previous.incident is None or current.training:
+            return
+        out, now = previous.machine.outcome, current.hello.directory
+        if out.ending != "saved" or now in self._directories or step >= (out.step or 0):
+            return
+        self._directories.add(now)  # once
+        out.lost = (out.lost or 0) + (out.step or 0) - step
+        before = previous.hello.directory
+        text = ELSEWHERE.format(step=out.step, before=before, now=now, begun=step)
+        log.warning("note: %s", add_note(previous.notes, text))
+        self.refresh(previous)
+        self.flush()
 
     def _found_in_arenas(self, unsaved: Attempt, step: int) -> None:
         """What nobody was left to save has not been lost with its ranks."""

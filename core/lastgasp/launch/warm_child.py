@@ -24,6 +24,7 @@ from lastgasp import user_signals
 from lastgasp.gasp.again import ORDER
 from lastgasp.launch import warm_checks
 from lastgasp.launch.orphans import MARK
+from lastgasp.launch.warm_folders import renew_folders
 from lastgasp.launch.warm_templates import renew_templates
 
 
@@ -82,6 +83,7 @@ def become(order: Order, descriptors: Sequence[int], imported: Mapping[str, str 
     renew_ranks(sys.modules)
     renew_seeds(sys.modules)
     renew_templates(sys.modules)
+    renew_folders()
     pass_barriers(sys.modules)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lastgasp.gasp.imported import libraries
 from lastgasp.launch import warm_checks
+from lastgasp.launch.warm_folders import put_away, watching_folders
 from lastgasp.launch.warm_templates import without_templates
 
 SLICE, PAUSE = 0.02, 0.04
@@ -30,14 +31,15 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
             its own value of.
     """
     watching = warm_checks.watching_environment({*plan["own"], *plan["environment"]})
-    unseen = warm_checks.watching_seeds(), warm_checks.watching_temporary()
-    with unseen[0], unseen[1], watching as readers, without_templates(plan["modules"]):
+    unseen = warm_checks.watching_seeds(), warm_checks.watching_temporary(), watching_folders()
+    with unseen[0], unseen[1], unseen[2], watching as readers, without_templates(plan["modules"]):
         for name in libraries(plan["modules"]):
             try:
                 importlib.import_module(name)
             except Exception:  # the rank imported it under other circumstances, and will again
                 continue
     warm_checks.close_nvml()
+    put_away()
     why = (
         _misread(readers, plan["own"], plan["environment"])
         or warm_checks.differing(plan["modules"])
