@@ -264,6 +264,9 @@ def test_it_cannot_be_asked_before_it_is_ready(tmp_path: Path) -> None:
         forked(found, tmp_path, str(SCRIPT))
 
 
+FOLDER = "import tempfile\nkept = tempfile.TemporaryDirectory()"
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [
@@ -277,12 +280,12 @@ def test_it_cannot_be_asked_before_it_is_ready(tmp_path: Path) -> None:
         ("import os\nkept = dict(os.environ)", "culprit reads RANK when it is imported"),
         ("import tempfile\nkept = tempfile.mkdtemp()", "made a temporary file"),
         ("import tempfile\nkept = tempfile.NamedTemporaryFile(delete=False).name", "made a temporary file"),
-        ("import tempfile\nkept = tempfile.TemporaryDirectory()\nplace = kept.name + '/media'", "made a temporary file"),
-        ("import tempfile\nkept = tempfile.TemporaryDirectory()\nset = {'place': kept.name}", "made a temporary file"),
-        ("import tempfile\nkept = tempfile.TemporaryDirectory()\nopen(kept.name + '/x', 'w').close()", "made a temporary"),
+        (f"{FOLDER}\nplace = kept.name + '/media'", "made a temporary file"),
+        (f"{FOLDER}\nset = {{'place': kept.name}}", "made a temporary file"),
+        (f"{FOLDER}\nopen(kept.name + '/x', 'w').close()", "made a temporary file"),
         ("import tempfile\nname = next(tempfile._get_candidate_names())", "made a temporary file"),
     ],
-    ids=["thread", "process", "socket", "rank", "environment", "folder", "file", "taken", "in a dict", "filled", "name"],
+    ids=["thread", "process", "socket", "rank", "environment", "folder", "file", "taken", "kept", "filled", "name"],
 )
 def test_what_an_import_does_may_forbid_a_fork(source: str, why: str, tmp_path: Path) -> None:
     library(tmp_path, "culprit", source)

@@ -30,9 +30,9 @@ NOBODY = "this recovery in place failed: no rank came back from it, and the job 
 
 
 ELSEWHERE = (
-    "step {step} was saved in {before}, but the restarted script has its checkpoints in {now} and went on from step "
-    "{begun}: it does not see what it has saved. Give it the same directory at each start, without a time or the number "
-    "of a process in its name"
+    "step {step} was saved in {before}, but the restarted script has its checkpoints in {now} and went on from "
+    "step {begun}: it does not see what it has saved. Give it the same directory at each start, without a time or a "
+    "process id in its name"
 )
 
 

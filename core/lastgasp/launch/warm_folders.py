@@ -1,4 +1,4 @@
-"""Temporary folders that imports make for their process: the warm process keeps none, and each forked rank makes its own.
+"""Temporary folders that imports make for their process: the warm process keeps none, each forked rank makes its own.
 
 wandb has two, and so has each program that imports it. Ranks must not share one: the first that ends removes it.
 """
