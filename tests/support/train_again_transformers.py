@@ -52,13 +52,15 @@ def main() -> None:
     parser.add_argument("--shape", default="plain", choices=sorted(SHAPES))
     parser.add_argument("--first", action="store_true", help="rank 0 prepares data before the others")
     parser.add_argument("--name", action="store_true", help="rank 0 tells the others a name before `train`")
+    parser.add_argument("--apart", action="store_true", help="each process makes up its own output_dir")
     parser.add_argument("--stuck", default="", help="a callback of this rank does not return")
     parser.add_argument("--twice", action="store_true", help="it is the second training of its script")
     args = parser.parse_args()
     torch.set_num_threads(1)
     card.one_card()
     again_faults.install(args.dir, again_faults.OF_TRAINER)
-    wanted, ours = arguments(str(args.dir), args.shape), LastGasp()
+    place = args.dir / f"run-{os.getpid()}" if args.apart else args.dir
+    wanted, ours = arguments(str(place), args.shape), LastGasp()
     rows = 12 * wanted.world_size
     if args.name:
         dist.broadcast_object_list(["a name"])

@@ -31,6 +31,7 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.from_files import EnteredFromFiles, Files
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
+from lastgasp.pytorch.loop.common_directory import common_directory
 from lastgasp.pytorch.loop.copies import Copies, address
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks
@@ -129,6 +130,7 @@ __all__ = [
     "buffer_values",
     "buffers_of",
     "collectives_begun",
+    "common_directory",
     "connect",
     "contribute",
     "decode_aux",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,6 +22,7 @@ from lastgasp.adapter import (
 )
 from lastgasp.adapter.again import Recovery
 from lastgasp.adapter.arenas import arena_of
+from lastgasp.adapter.torch import common_directory
 from lastgasp.adapter.worker import set_up_logs
 from lastgasp_lightning.again import IN_PLACE, recovery_for, tell, watch_fits
 from lastgasp_lightning.boundary import leave_out, reorder
@@ -127,6 +129,7 @@ class LastGasp(Enters, Callback):
         if sum(isinstance(callback, LastGasp) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError("callbacks", "several LastGasp", "one LastGasp", "Leave one of them in the list.")
         require_supported(trainer)
+        self.config = replace(self.config, directory=common_directory(self.config.directory))
         check_writable(self.config.directory)
         reorder(trainer, self)
         if not self.looked_at:

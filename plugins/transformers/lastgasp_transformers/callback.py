@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from lastgasp import adapter
+from lastgasp.adapter import torch as shared
 from lastgasp.adapter.again import Recovery
 from lastgasp_transformers.again import TrainAgain
 from lastgasp_transformers.newcomer import stand_alone
@@ -107,13 +109,14 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     (gasp,) = found
     path = given.get("resume_from_checkpoint")
     named = {"resume": os.fspath(path)} if isinstance(path, str | os.PathLike) else {}
-    config, again = gasp.config(trainer.args.output_dir, **named), TrainAgain(trainer, gasp.recovery)
+    given_config, again = gasp.config(trainer.args.output_dir, **named), TrainAgain(trainer, gasp.recovery)
     again.meet()
 
     def begin(checkpoint: str | None) -> Any:
         return call(**(given | {"resume_from_checkpoint": checkpoint}))
 
     while True:
+        config = _in_common(given_config, trainer.args)
         run = gasp.run = Run(trainer, config, gasp.marks, given.get("trial"), again.offer, again.set_before)
         try:
             result = run.train(begin, wanted=path is True)
@@ -127,6 +130,13 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             gasp.run = None
             run.core.close(completed=True)
             return result
+
+
+def _in_common(config: adapter.GaspConfig, args: Any) -> adapter.GaspConfig:
+    """Trainer would write to rank 0's `output_dir`, and each other rank its random state to its own."""
+    if (common := shared.common_directory(config.directory)) != config.directory:
+        args.output_dir = str(common)
+    return replace(config, directory=common)
 
 
 stand_alone()

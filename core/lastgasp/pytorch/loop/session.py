@@ -10,12 +10,14 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from operator import length_hint
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
+from lastgasp.pytorch.loop.common_directory import common_directory
 from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.drawn_ahead import DrawnAhead
 from lastgasp.pytorch.loop.inexact import COUNTED, DREW
@@ -133,6 +135,7 @@ class Session:
             raise TwoSessions(f"another session is open in this process, in {other._run.config.directory}: one fault "
                               "would have to bring both to the same step. Leave its `with` block first, or give one "
                               "TorchState all models and optimizers")  # fmt: skip
+        config = replace(config, directory=common_directory(config.directory))
         session = cls(Run(state, config, MarksConfig.resolve(*marks), every, (recovery, arena)), most)
         if (entry := session._run.entry) is not None:
             entry.end = lambda error: session.__exit__(type(error), error, None)
