@@ -39,6 +39,11 @@ class Logged(Small):
         for logger in self.loggers:
             logger.log_metrics({"samples": float(step)}, step=4 * step)
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Each batch, on Lightning's axis: how many there were before."""
+        super().validation_step(batch, batch_idx)
+        self.log("checked", torch.tensor(float(batch_idx)), on_step=True, on_epoch=True)
+
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.current_epoch))
 

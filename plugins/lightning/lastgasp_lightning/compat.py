@@ -83,7 +83,8 @@ def check(trainer: Any) -> None:
     require(epoch, "batch_progress", "scheduler_progress", "automatic_optimization", "manual_optimization")
     require(epoch, "_batches_that_stepped", "_results", "advance", "update_lr_schedulers", "max_steps", "val_loop")
     require(epoch, "_should_accumulate", "_num_ready_batches_reached")
-    require(epoch.val_loop, "batch_progress", "run", "_has_run", "_last_val_dl_reload_epoch", "_restarting")
+    require(epoch.val_loop, "batch_progress", "run", "_has_run", "_last_val_dl_reload_epoch", "_restarting",
+            "_seen_batches_per_dataloader")  # fmt: skip
     require(epoch.automatic_optimization.optim_progress.optimizer, "step", "zero_grad")
     require(epoch.manual_optimization, "optim_step_progress")
 

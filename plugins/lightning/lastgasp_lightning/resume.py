@@ -301,7 +301,7 @@ def _first(record: dict[str, Any]) -> Extra:
 
 
 def validate_again(trainer: Any, record: dict[str, Any]) -> None:
-    """Have persistent workers of validation loaders run, as they did at the boundary if training had validated.
+    """Have validations go on: count their batches on, for loggers, and have persistent workers of their loaders run.
 
     Call it before random states are restored.
     """
@@ -314,6 +314,7 @@ def validate_again(trainer: Any, record: dict[str, Any]) -> None:
             loop.setup_data()
         finally:
             trainer.training = True
+    loop._seen_batches_per_dataloader.update(record.get("validated", {}))  # to set up data begins with none
     for loader in loop._combined_loader.flattened if loop._combined_loader is not None else ():
         start_workers(loader)
 

@@ -34,6 +34,7 @@ class Snapshot:
         asked: to stop, whether or not it may yet; stopping: and may not yet, because of `min_steps` or `min_epochs`.
         drawn: batches of the epoch that `training_step` had drawn itself (`dataloader_iter`); else None.
         accumulate: batches of a step, where a callback has changed their number since the fit began (else None).
+        validated: batches by validation loader: the steps at which loggers get what `validation_step` logs.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Snapshot:
     flags: tuple[bytes, bytes, bytes]
     accumulate: int | None
     drawn: int | None
+    validated: dict[int, int]
     all_callbacks: bool = False
 
 
@@ -111,6 +113,7 @@ class Snapshotter:
             self.flags.take(),
             accumulate if (accumulate := self._trainer.accumulate_grad_batches) != self._accumulate else None,
             fetcher.fetched if isinstance(fetcher := self._fit._data_fetcher, _DataLoaderIterDataFetcher) else None,
+            dict(self._val._seen_batches_per_dataloader),
         )
 
     def loops(self, snapshot: Snapshot) -> dict[str, Any]:

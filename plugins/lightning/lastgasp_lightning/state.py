@@ -399,6 +399,7 @@ class LightningState:
             "drawn": snapshot.drawn,
             "buckets": self._buckets.layout,
             "reloads": snapshot.reloads,
+            "validated": snapshot.validated,
             "asked_to_stop": snapshot.asked,
             "stopping": snapshot.stopping,
             "lr_schedulers": snapshot.schedulers,
