@@ -81,6 +81,16 @@ def test_processes_that_make_up_their_own_directories_use_one(tmp_path: Path, un
     assert differences(directory / "final.pt", undisturbed(2)) == []
 
 
+def test_rows_that_rank_0_alone_has_logged_are_named(tmp_path: Path) -> None:
+    """Where it raises, another rank saves the step; where it saves, nothing is lost."""
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(2, directory, "--alone"), "kind=exception,rank=0,step=5,phase=forward") as started:
+        pass
+    (one,) = incidents(directory)
+    (note,) = [note for note in one.notes if note.startswith("rank 0 alone has logged 2 of its rows")]
+    assert "rank 1 saves the step" in note, started.output[-6000:]
+
+
 def test_an_older_release_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
     """In place, and by a restart; Trainer itself could not resume there on CPUs."""
     script = tmp_path / "train.py"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lastgasp.adapter import torch as shared
 
+CAUSE = " (as where evaluate() logs on one rank only: let it call log() on all, as Trainer's own does)"
+
 
 class OfSeat(msgspec.Struct):
     """What a rank has of another rank of the complete job, which is missing: its random state, and where it stands."""
@@ -27,6 +29,7 @@ class Own(msgspec.Struct):
         loss: the sum.
         seat: of which of its seats the random state and `data` are, where ranks are missing (`Seats`).
         others: what it has of its other seats.
+        rows: how many `log_history` had; -1 where that was not recorded.
     """
 
     loss: float
@@ -34,6 +37,7 @@ class Own(msgspec.Struct):
     data: shared.PrefetchedPosition | None = None
     seat: int = -1
     others: dict[int, OfSeat] = {}
+    rows: int = -1
 
 
 class Found(Own):
@@ -103,6 +107,16 @@ def lost(aux: Mapping[int, bytes]) -> str:
     ranks = [rank for rank, data in aux.items() if data and found_in(shared.extra_of(data)).lacking]
     return (f"the loss of the last step of ranks {ranks} was lost with their processes: the next loss that is logged "
             "is without it") if ranks else ""  # fmt: skip
+
+
+def unlogged(aux: Mapping[int, bytes], rank: int) -> str:
+    """What to note where that rank saves a step, and rank 0, which writes Trainer's logs, has rows that it lacks."""
+    rows = {one: found_in(shared.extra_of(aux[one])).rows for one in (0, rank) if aux.get(one)}
+    more = rows.get(0, -1) - rows.get(rank, -1)
+    if -1 in rows.values() or rank not in rows or more <= 0:
+        return ""
+    return (f"rank 0 alone has logged {more} of its rows, and rank {rank} saves the step: log_history and "
+            "trainer_state.json go on without them") + CAUSE  # fmt: skip
 
 
 def found_in(extra: bytes) -> Found:

@@ -25,7 +25,7 @@ from lastgasp.adapter import torch as shared
 from lastgasp.adapter.checkpoint import Staged
 from lastgasp_transformers.beside import left_out
 from lastgasp_transformers.files import BESIDE, VERSION, Record, bare, write_checkpoint
-from lastgasp_transformers.losses import Found, LossSum, Own, found_in, lost
+from lastgasp_transformers.losses import Found, LossSum, Own, found_in, lost, unlogged
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.shares import SHARES
 from lastgasp_transformers.values import MODULES, VALUES, CarriedValues, split, unsaved_of
@@ -260,6 +260,7 @@ class Training(adapter.Training):
 
     def _capture(self, step: int, settled: bool, own: Own) -> None:
         own = own if self.seats is None else self.seats.recorded(own)
+        own.rows = len(self.trainer.state.log_history)
         self.recorder.extra = msgspec.msgpack.encode(own)
         self.recorder.capture(step, settled)
 
@@ -317,7 +318,8 @@ class Training(adapter.Training):
         exchanged = which != shared.which_weights(boundary["torch"].groups)  # by an evaluation: saved as it is
         held, moved = ({}, "") if exchanged else (self._moving.held(step), self._moving.missing(step))
         dump = self.state.dump(boundary["torch"], shared.buffers_of(step, aux, self.recorder, [rank]) | held, None)
-        for missing in filter(None, (moved, self._of_others(aux), lost(aux), *self._missing(values))):
+        lacking = moved, self._of_others(aux), lost(aux), unlogged(aux, rank), *self._missing(values)
+        for missing in filter(None, lacking):
             self._session.note(missing)
         callbacks = dict([*boundary["callbacks"], ("TrainerControl", {"args": boundary["control"], "attributes": {}})])
         more = {VALUES: values, MODULES: self._values.held.changed(), "not_saved": ""}
