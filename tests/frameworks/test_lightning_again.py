@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -25,6 +26,7 @@ from lastgasp.pytorch import ElasticLoader
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp_lightning import again
 from lastgasp_lightning.kept import KeptTrainer
+from lastgasp_lightning.uservalues import values_of
 
 
 class Net(LightningModule):
@@ -240,6 +242,16 @@ def test_a_config_that_was_saved_is_not_saved_by_a_new_process() -> None:
     again._done_before([Own(), callback])
     callback.setup(MagicMock(), MagicMock(), "fit")
     parser.save.assert_not_called()
+
+
+def test_the_configuration_of_a_cli_is_nothing_that_a_step_changes(tmp_path: Path) -> None:
+    """Else each recovery in place of a LightningCLI notes that it may have the repeated step twice."""
+    callback = SaveConfigCallback(MagicMock(), Namespace(fit=Namespace(seed=1)))
+    trainer = trainer_of(tmp_path, callback)
+    trainer.strategy._lightning_module = Net()
+    values = values_of(trainer)
+    values.take()
+    assert values.note() == ""
 
 
 def test_a_step_that_ddp_never_came_to_does_not_stay_in_the_place_of_forward(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from types import FunctionType
@@ -78,7 +79,7 @@ def roots_of(trainer: Any) -> list[Root]:
     callbacks = [one for one in trainer.callbacks if not isinstance(one, Enters) and not is_lightnings(one)]
     for place, one in enumerate(callbacks):
         number = f" {place}" if sum(type(other) is type(one) for other in callbacks) > 1 else ""
-        found.append(Root(type(one).__name__ + number, one))
+        found.append(Root(type(one).__name__ + number, one, _of_callback(one)))
     return [root for root in found if not type(root.value).__module__.startswith("lastgasp")]
 
 
@@ -132,6 +133,13 @@ def _of_part() -> frozenset[str]:
 @functools.cache
 def _of_module() -> frozenset[str]:
     return frozenset((*vars(LightningModule()), *_HPARAMS))
+
+
+def _of_callback(callback: Callback) -> frozenset[str]:
+    """LightningCLI's callback has its configuration from the start, and no step changes that."""
+    cli: Any = sys.modules.get("lightning.pytorch.cli")
+    of_cli = cli is not None and isinstance(callback, cli.SaveConfigCallback)
+    return frozenset(("parser", "config", "already_saved") if of_cli else ())
 
 
 @functools.cache
