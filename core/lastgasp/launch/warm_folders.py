@@ -97,10 +97,11 @@ def _in_texts(holder: Any, names: Collection[str], own: Collection[int]) -> set[
     found, todo = set(), gc.get_referents(holder)
     while todo:
         one = todo.pop()
-        if isinstance(one, str):
+        kind = type(one)  # not isinstance: an object's own __class__ may warn, or import
+        if issubclass(kind, str):
             found |= {name for name in names if name in one}
-        elif isinstance(one, bytes):
+        elif issubclass(kind, bytes):
             found |= {name for name in names if name.encode() in one}
-        elif isinstance(one, tuple | dict) and not gc.is_tracked(one) and id(one) not in own:
+        elif issubclass(kind, tuple | dict) and not gc.is_tracked(one) and id(one) not in own:
             todo += gc.get_referents(one)
     return found
