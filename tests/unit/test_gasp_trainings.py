@@ -224,22 +224,28 @@ def test_what_was_held_in_memory_is_not_lost_with_a_later_training(later: bool, 
     assert held.notes == ([] if later else [lost])
 
 
-def saved(job: Job, step: int) -> Attempt:
-    job.machine.outcome.ending, job.machine.outcome.step = "saved", step
+def saved(job: Job, step: int, before: int = 0) -> Attempt:
+    """Or, if `before` is not 0, not: then that one is on disk, and the fault has cost the steps since."""
+    job.machine.outcome.ending, job.machine.outcome.step = ("gave_up", None) if before else ("saved", step)
+    job.machine.outcome.lost = step - before if before else 0
+    job.machine.members[0].durable = before
     job.attempt.note(RecordPhase(phase="detected"))
     job.attempt.note(RecordPhase(phase="released"))
     return job.attempt
 
 
-def test_a_restart_that_has_its_checkpoints_elsewhere_says_what_that_costs(job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_disk", [8, 5])
+def test_a_restart_that_has_its_checkpoints_elsewhere_says_what_that_costs(
+    on_disk: int, job: Job, tmp_path: Path
+) -> None:
     """A script whose directory has the time of its start in its name: nothing else in the log would tell."""
     job.begins(0)
-    faulty = saved(job, 8)
+    faulty = saved(job, 8, 0 if on_disk == 8 else on_disk)
     job.join(0, tmp_path / "11-20-15", attempt=1)
     for _rank in range(2):
         job.incidents.resumed(0)
     [note] = faulty.notes
-    assert note.startswith(f"step 8 was saved in {tmp_path}, but the restarted script has its checkpoints in ")
+    assert note.startswith(f"step {on_disk} was saved in {tmp_path}, but the restarted script has its checkpoints in ")
     assert "went on from step 0" in note
     assert faulty.incident is not None and faulty.incident.steps_lost == 8
 

@@ -184,13 +184,14 @@ class Incidents:
         current, previous = self.current, self.previous
         if current is None or previous is None or previous.incident is None or current.training:
             return
-        out, now = previous.machine.outcome, current.hello.directory
-        if out.ending != "saved" or now in self._directories or step >= (out.step or 0):
+        out, held, now = previous.machine.outcome, previous.newest_durable, current.hello.directory
+        restarted = current.hello.attempt != previous.hello.attempt
+        if not restarted or now in self._directories or step >= held:
             return
         self._directories.add(now)  # once
-        out.lost = (out.lost or 0) + (out.step or 0) - step
+        out.lost = (out.lost or 0) + held - step
         before = previous.hello.directory
-        text = ELSEWHERE.format(step=out.step, before=before, now=now, begun=step)
+        text = ELSEWHERE.format(step=held, before=before, now=now, begun=step)
         log.warning("note: %s", add_note(previous.notes, text))
         self.refresh(previous)
         self.flush()
