@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -111,3 +112,13 @@ def test_faults_happen_in_an_optimizer_whose_step_takes_no_closure(phase: str) -
         assert moved == {"before_update": [False] * 2, "update": [True, False], "after_update": [True] * 2}[phase]
         optimizer.step()
     assert [bool(hooks) for hooks in (optimizer._optimizer_step_pre_hooks,)] == [False]
+
+
+def test_a_module_in_a_drill_can_be_saved_as_a_whole() -> None:
+    """As the hyperparameters of a LightningModule that is given its network: the checkpoint has them."""
+    net, fired = nn.Sequential(Block(), Block()), list[str]()
+    with ExitStack() as undo:
+        hook_model(undo, net, fired.append)
+        copy = pickle.loads(pickle.dumps(net))
+    copy(torch.ones(1, 2))
+    assert fired == []

@@ -29,6 +29,28 @@ def replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) 
     undo.callback(replace_attribute(owner, name, wrap))
 
 
+def _nothing(phase: str) -> None:
+    """No fault is due."""
+
+
+class _InForward:
+    """A forward hook. Where the module itself is saved (hyperparameters with a network in them), it comes back idle."""
+
+    def __init__(self, fire: Fire, sharded: bool) -> None:
+        self._fire, self._sharded = fire, sharded
+
+    def __call__(self, inner: torch.nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if inner.training:
+            self._fire("forward")
+        if self._sharded and isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: self._fire("backward"))  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _InForward, (_nothing, False)
+
+
 def hook_model(
     undo: ExitStack, module: torch.nn.Module, fire: Fire, graph: tuple[Any, str] | None = None
 ) -> None:
@@ -44,15 +66,7 @@ def hook_model(
             module.
     """
     sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
-
-    def in_forward(inner: torch.nn.Module, inputs: object, output: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if inner.training:
-            fire("forward")
-        if sharded and isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda grad: fire("backward"))  # type: ignore[no-untyped-call]
-
+    in_forward = _InForward(fire, sharded)
     inner = [name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
     middle = inner[len(inner) // 2]
     compiled = graph or _compiled_around(module, middle)
