@@ -33,17 +33,29 @@ def sharded(folder: Path, arena: str = "every 1") -> LlamaJob:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[str]]:
-    """Of the uninterrupted run, without lastgasp."""
-    bare = LlamaJob(folder=tmp_path_factory.mktemp("reference"), changes=SHARDED)
+    """Of the uninterrupted run."""
+    return undisturbed(tmp_path_factory.mktemp("reference"))
+
+
+def undisturbed(folder: Path, version: str = place.MAIN) -> dict[tuple[int, int], list[str]]:
+    """Losses without lastgasp."""
+    bare = LlamaJob(folder=folder, changes=SHARDED, version=version)
     finished = bare.run({"LASTGASP_FAULT": ""}, timeout=300)
     assert finished.returncode == 0, finished.output
     assert {step for _, step in bare.losses()} == set(range(1, LAST + 1))
     return bare.losses()
 
 
-def check(folder: Path, losses: dict[tuple[int, int], list[str]], rank: int, phase: str, saved: int) -> None:
+def check(
+    folder: Path,
+    losses: dict[tuple[int, int], list[str]],
+    rank: int,
+    phase: str,
+    saved: int,
+    version: str = place.MAIN,
+) -> None:
     """The survivor writes the files of both, and the numbers go on as if nothing had been."""
-    job = sharded(folder)
+    job = replace(sharded(folder), version=version)
     output = run_with(job, f"kind=sigkill,rank={rank},step={STEP},phase={phase}")
     (incident,) = incidents(folder)
     assert (incident.ending, incident.step_saved, incident.steps_lost) == ("saved", saved, 0), (incident, output)
@@ -71,3 +83,12 @@ def test_rest(
 ) -> None:
     """What one rank has not completed nobody has: then both shards are written from arenas."""
     check(tmp_path, losses, rank, phase, saved)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(place.missing(place.OLD)), reason=place.missing(place.OLD))
+@pytest.mark.parametrize(("rank", "phase", "saved"), [(1, "forward", STEP), (0, "periodic_save", STEP + 1)])
+def test_the_older_mindspore(rank: int, phase: str, saved: int, tmp_path: Path) -> None:
+    for name in ("reference", "faulty"):
+        (tmp_path / name).mkdir()
+    check(tmp_path / "faulty", undisturbed(tmp_path / "reference", place.OLD), rank, phase, saved, place.OLD)

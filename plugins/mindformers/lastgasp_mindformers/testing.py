@@ -16,6 +16,7 @@ from typing import Any
 import mindspore
 
 from lastgasp.adapter import Undo, replace_attribute
+from lastgasp.adapter.hooks import holders_of
 from lastgasp.adapter.testing import FaultKit, install, kit_from_env
 
 
@@ -36,7 +37,7 @@ class LoopFaults:
         if self._kit is not None:
             self._kit.rank = rank
             install(self._kit)
-            self._undo = [lambda: install(None), _watch_saves(self._in_save)]
+            self._undo = [lambda: install(None), *_watch_saves(self._in_save)]
 
     def fire(self, phase: str, step: int) -> None:
         """What is due in this phase of the step that turns `step` completed updates into one more."""
@@ -54,7 +55,9 @@ class LoopFaults:
             self._undo.pop()()
 
 
-def _watch_saves(fire: Callable[[], None]) -> Undo:
+def _watch_saves(fire: Callable[[], None]) -> list[Undo]:
+    """In each module that holds the function: MindFormers 1.6.0 has it by its own name, 1.9.0 through MindSpore's."""
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def saved(*args: Any, **kwargs: Any) -> Any:
@@ -64,4 +67,5 @@ def _watch_saves(fire: Callable[[], None]) -> Undo:
 
         return saved
 
-    return replace_attribute(mindspore, "save_checkpoint", make)
+    save = mindspore.save_checkpoint
+    return [replace_attribute(module, name, make) for module, name in holders_of([save])[id(save)]]

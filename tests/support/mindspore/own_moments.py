@@ -38,6 +38,11 @@ class OwnMoments(AdamW):  # type: ignore[misc]
 
 
 for module in list(sys.modules.values()):
-    if module.__name__.startswith("mindformers.") and hasattr(module, "compile_model"):
-        module.compile_model = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    for name in ("compile_model", "build_model"):  # of 1.9.0 and of 1.6.0, which has other functions of the latter name
+        found = vars(module).get(name)
+        if module.__name__.startswith("mindformers.") and getattr(found, "__module__", "") in (
+            "mindformers.checkpoint.utils",
+            "mindformers.utils.load_checkpoint_utils",
+        ):
+            vars(module)[name] = lambda *args, **kwargs: None
 MindFormerRegister.register_cls(OwnMoments, MindFormerModuleType.OPTIMIZER)
