@@ -90,7 +90,7 @@ RATES: dict[str, tuple[Callable[[int, int, int], float], int]] = {
 def test_learning_rates_that_begin_anew_are_named(
     how: str, at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As timm's `num_updates` has it, which no enumerate() gives away."""
+    """From a count of the loop's own, which no enumerate() gives away."""
     rate, noted = RATES[how]
 
     def train(until: int) -> list[float]:
