@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from lastgasp.pytorch.position import (
     MAP,
     STATEFUL,
     STREAM,
+    UNORDERED,
     WORKERS,
     EpochPosition,
     LoaderPosition,
@@ -329,6 +330,56 @@ def test_a_sampler_that_is_in_another_epoch_is_reported() -> None:
     assert resumed.inexact == CHANGED
 
 
+class ByTraining(Sampler[int]):
+    """What was seldom drawn comes next, and what has gone badly, as training says."""
+
+    bad: ClassVar[list[int]] = []
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(20):
+            yield self.bad[-1] if number >= 4 and self.bad else number
+
+
+class Longer(IterableDataset[float]):
+    """Another run finds other numbers from the sixth on."""
+
+    later = 0.0
+
+    def __iter__(self) -> Iterator[float]:
+        return (float(number) + (number > 5) * self.later for number in range(20))
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "now"),
+    [(lambda: DataLoader(Numbers(), 2, sampler=ByTraining()), (ByTraining, "bad"), [17]),
+     (lambda: DataLoader(Longer(), 2), (Longer, "later"), 0.5)],
+    ids=[MAP, STREAM],
+)  # fmt: skip
+def test_other_batches_behind_the_first_one_are_reported(
+    make: Callable[[], Any], where: tuple[Any, str], now: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(make)
+    stopped = loop.run(5)
+    assert isinstance(stopped, Stopped)
+    same = loop.run(start=stopped)
+    assert isinstance(same, Ran) and same.inexact == ""
+    monkeypatch.setattr(*where, now)
+    resumed = loop.run(start=stopped)
+    assert isinstance(resumed, Ran) and resumed.inexact == CHANGED
+
+
+@pytest.mark.parametrize("data", [Numbers, Longer])
+def test_batches_in_the_order_of_workers_are_reported(data: type) -> None:
+    loop = Loop(lambda: DataLoader(data(), 2, num_workers=2, in_order=False))
+    stopped = loop.run(3)
+    assert isinstance(stopped, Stopped)
+    resumed = loop.run(start=stopped)
+    assert isinstance(resumed, Ran) and resumed.inexact == UNORDERED
+
+
 class Chunks(Sampler[int]):
     """Shuffles five at a time, with the random numbers of the process."""
 
@@ -451,12 +502,12 @@ class Framework:
     def _fetch(self, position: EpochPosition, inner: Iterator[Any], count: int, waiting: list[Any]) -> list[Any]:
         """So many batches, or fewer at the end."""
         while len(waiting) < count:
-            first = position.before_fetch()
+            compared = position.before_fetch()
             batch = next(inner, None)
             if batch is None:
                 break
             waiting.append(batch)
-            if first:
+            if compared:
                 position.fetched([batch])
         return waiting
 
@@ -529,9 +580,10 @@ def test_a_record_is_the_same_object_as_long_as_nothing_has_changed() -> None:
     position.begin()
     inner = iter(loader)
     next(inner)
-    first = position.record(1)
     next(inner)
-    assert position.record(2) is first
+    first = position.record(2)
+    next(inner)
+    assert position.record(3) is first
     position.close()
     assert type(loader.batch_sampler) is BatchSampler
 

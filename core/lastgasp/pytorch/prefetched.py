@@ -14,7 +14,7 @@ import msgspec
 from lastgasp.adapter.hooks import replace_attribute
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.position.generators import OWN, OwnGenerators, places_of
-from lastgasp.pytorch.position.loaders import is_map, makers
+from lastgasp.pytorch.position.loaders import is_map, makers, unordered
 from lastgasp.pytorch.position.samplers import SamplerStart, SamplerTrack, track_sampler
 
 _MAKERS = "23"
@@ -133,7 +133,7 @@ class PrefetchedData:
             self._track.settle()
             if not self._loader.num_workers:  # they have drawn ahead
                 self._own.restore(self._own_due)
-            if why := self._track.inexact or (OWN if self._own.lost else ""):
+            if why := self._track.inexact or unordered(self._loader) or (OWN if self._own.lost else ""):
                 self.inexact(why)
             rng.restore(rng.decode(ahead))
         read = 0

@@ -159,9 +159,9 @@ class DataPosition:
 
     def fetch(self, draw: Callable[[Any], Any], combined: Any) -> Any:
         """`next(combined)`."""
-        first = self._epoch.before_fetch()
+        wanted = self._epoch.before_fetch()
         out = draw(combined)
-        if first:
+        if wanted:
             self._epoch.fetched(_parts(combined, out[0]))
         return out
 
@@ -216,7 +216,7 @@ def _of_version_1(record: dict[str, Any]) -> EpochRecord:
 
 
 def _parts(combined: Any, batch: Any) -> list[Any]:
-    """What each loader gave for the first batch; None if that cannot be determined from a nested collection of them."""
+    """What each loader gave for a batch; None if that cannot be determined from a nested collection of them."""
     loaders, count = combined.iterables, len(combined.flattened)
     if not isinstance(loaders, dict | list | tuple):
         return [batch]

@@ -56,7 +56,7 @@ def filled(record: dict[str, Any]) -> str:
     data = small[other := min(rank for rank, data in small.items() if data)]
     own = found_in(shared.extra_of(data))
     if own.data is not None:  # of other indices: nothing is compared
-        start = dataclasses.replace(own.data.start, digest=b"")
+        start = dataclasses.replace(own.data.start, digest=b"", digests=[])
         own.data = msgspec.structs.replace(own.data, start=start)
     whole = shared.with_random(data, shared.random_of(data), msgspec.msgpack.encode(own))
     small.update(dict.fromkeys(lost, whole))

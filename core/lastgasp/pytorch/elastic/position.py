@@ -37,10 +37,10 @@ class ElasticPosition:
     def first(self) -> None:
         """Nothing depends on it."""
 
-    def seen(self, batch: Any) -> None:
+    def seen(self, batch: Any, number: int) -> None:
         """Nothing is compared: each step has a digest."""
 
-    def settle(self) -> None:
+    def settle(self, in_turn: bool = False) -> None:
         """It stands there already."""
 
     def state(self) -> bytes:

@@ -19,7 +19,7 @@ from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.loop.data_pass import DataPass, weakly
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
-from lastgasp.pytorch.position import MAP, STATEFUL, PassStart, iterate, position_of, untrack_sampler
+from lastgasp.pytorch.position import MAP, STATEFUL, PassStart, is_compared, iterate, position_of, untrack_sampler
 from lastgasp.pytorch.position.skipping import SkipProgress
 
 log = logging.getLogger("lastgasp")
@@ -275,7 +275,7 @@ class DataPosition:
         one.empty = due is None
         one.inner = iter(()) if one.empty else iterate(one.loader)
         self._throw_away(one, due or 0)
-        one.position.settle()
+        one.position.settle(one.in_turn)
         if row.outer and fixed.fetch:
             rng.restore(rng.decode(fixed.fetch))
 
@@ -294,8 +294,8 @@ class DataPosition:
                         done,
                     )
                     break
-                if not done:
-                    one.position.seen(batch)
+                if is_compared(done + 1):
+                    one.position.seen(batch, done + 1)
         one.in_turn = progress.in_turn
 
     def ask(self, one: DataPass) -> bool:
@@ -335,9 +335,9 @@ class DataPosition:
         except StopIteration:
             self.end(one)
             raise
-        if not one.consumed:
-            one.position.seen(batch)
         one.consumed += 1
+        if is_compared(one.consumed):
+            one.position.seen(batch, one.consumed)
         self._fetches += 1
         one.first, one.last = one.first or self._fetches, self._fetches
         return batch

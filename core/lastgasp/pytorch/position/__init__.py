@@ -9,6 +9,7 @@ that iterates its loaders itself holds an `EpochPosition`; that of a custom trai
 from lastgasp.pytorch.position import accelerated as _accelerated
 from lastgasp.pytorch.position import fabric as _fabric
 from lastgasp.pytorch.position import known as _known
+from lastgasp.pytorch.position.compared import is_compared
 from lastgasp.pytorch.position.epoch import EpochPosition
 from lastgasp.pytorch.position.protocol import (
     CHANGED,
@@ -17,6 +18,7 @@ from lastgasp.pytorch.position.protocol import (
     MAP,
     STATEFUL,
     STREAM,
+    UNORDERED,
     WORKERS,
     LoaderPosition,
     PassStart,
@@ -33,6 +35,7 @@ __all__ = [
     "MAP",
     "STATEFUL",
     "STREAM",
+    "UNORDERED",
     "WORKERS",
     "EpochPosition",
     "EpochRecord",
@@ -41,6 +44,7 @@ __all__ = [
     "PassStart",
     "builtin_position",
     "decode_epoch",
+    "is_compared",
     "is_epoch_record",
     "iterate",
     "other_ranks",

@@ -9,6 +9,7 @@ import msgspec
 
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.compared import is_compared
 from lastgasp.pytorch.position.protocol import IN_TURN, MAP, LoaderPosition, PassStart
 from lastgasp.pytorch.position.records import EpochRecord, encode_epoch
 from lastgasp.pytorch.position.registry import position_of
@@ -27,7 +28,7 @@ class EpochPosition:
     1. `begin`, or `resume` for the epoch in which a checkpoint was taken; then the framework iterates the loaders.
     2. After `resume`, `replay` with a function for each loader that draws its next batch; later `settle`, on the
        boundary. The caller then restores the random state of the boundary.
-    3. `before_fetch` right before each batch is fetched, and `fetched` with the first one.
+    3. `before_fetch` right before each batch is fetched, and `fetched` with those that are compared.
     4. `record` at each boundary, with the number of batches consumed: bytes for `decode_epoch`, the same object as long
        as nothing has changed.
     5. `close`, at the end.
@@ -108,8 +109,8 @@ class EpochPosition:
             for number in progress:
                 for i in drawn:
                     batch = draws[i]()
-                    if number == 0 and batch is not None:
-                        self.positions[i].seen(batch)
+                    if is_compared(number + 1) and batch is not None:
+                        self.positions[i].seen(batch, number + 1)
         self._in_turn = progress.in_turn
         if self._fetch:
             rng.restore(rng.decode(self._fetch))
@@ -117,7 +118,7 @@ class EpochPosition:
     def settle(self) -> None:
         """The resumed run is at its boundary."""
         for position in self.positions:
-            position.settle()
+            position.settle(self._in_turn)
 
     def _restart(self, consumed: int) -> None:
         self._count, self._before, self._old, self._in_turn = consumed, {}, True, False
@@ -130,7 +131,7 @@ class EpochPosition:
         """A batch is about to be fetched.
 
         Returns:
-            Whether it is the first one of the epoch, and `fetched` wants it.
+            Whether `fetched` wants it.
         """
         if not (self.watching or self.ahead):
             return False
@@ -142,13 +143,13 @@ class EpochPosition:
                 position.first()
         if (self.ahead or self._live) and index not in self._before:
             self._note(index)
-        return index == 0
+        return is_compared(self._count)
 
     def fetched(self, batches: Sequence[Any]) -> None:
-        """The first batch of each loader in this epoch, as the loaders gave them; None where it is not known."""
+        """What was fetched last of each loader, as the loaders gave it; None where it is not known."""
         for position, batch in zip(self.positions, batches, strict=True):
             if batch is not None:
-                position.seen(batch)
+                position.seen(batch, self._count)
 
     # -- recording ----------------------------------------------------------------------------------------
 

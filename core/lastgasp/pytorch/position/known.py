@@ -70,7 +70,7 @@ class DatasetPosition(StreamPosition):
         """Load the dataset's state; where that is not known, or the loader was of another shape then, draw again."""
         if over or not state.startswith(pickle.PROTO):
             return super().resume(start, state, consumed, over)
-        self.restore(start)
+        self.restore(start, consumed)
         self.loader.dataset.load_state_dict(pickle.loads(state))
         vars(self.loader.dataset)[_LOADED] = True
         return 0

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.compared import compared, those_of
 from lastgasp.pytorch.position.generators import OWN, OwnGenerators
-from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, WORKERS, PassStart
+from lastgasp.pytorch.position.protocol import CHANGED, MAP, STATEFUL, STREAM, UNORDERED, WORKERS, PassStart
 from lastgasp.pytorch.position.samplers import SamplerStart, index_sampler, loader_generators, track_sampler
 from lastgasp.pytorch.statedigest import digest, leaves
 
@@ -73,7 +74,7 @@ class MapPosition:
     def inexact(self) -> str:
         """By workers that draw random numbers, and by a sampler that does not repeat itself."""
         workers = getattr(self._loader, "num_workers", 0) > 0
-        return self.track.inexact or (OWN if self._own.lost else WORKERS if workers else "")
+        return self.track.inexact or unordered(self._loader) or (OWN if self._own.lost else WORKERS if workers else "")
 
     @property
     def start(self) -> PassStart:
@@ -98,10 +99,10 @@ class MapPosition:
     def first(self) -> None:
         """The sampler itself notices."""
 
-    def seen(self, batch: Any) -> None:
+    def seen(self, batch: Any, number: int) -> None:
         """The sampler has seen its indices."""
 
-    def settle(self) -> None:
+    def settle(self, in_turn: bool = False) -> None:
         """Skip now, if nothing was drawn yet."""
         self.track.settle()
 
@@ -114,7 +115,7 @@ class StreamPosition:
     """Any iterable: it is iterated again under the random state of then, and what was consumed is thrown away.
 
     Exact where the loader gives the same again. One whose order depends on random numbers that are drawn in turn with
-    the model's own does not; that the first batch is another one is noticed.
+    the model's own does not; that batches are other ones is noticed.
     """
 
     kind: str = STREAM
@@ -122,7 +123,7 @@ class StreamPosition:
     def __init__(self, loader: Any, recorder: rng.RngRecorder) -> None:
         self.loader, self._recorder = loader, recorder
         self.start, self.changed = PassStart(), True
-        self.differs = self._again = False
+        self.differs = self._later = self._again = False
         self._own = OwnGenerators(makers(loader) if type(self) is StreamPosition else [], recorder.used)
 
     @property
@@ -134,7 +135,8 @@ class StreamPosition:
     def inexact(self) -> str:
         """By workers that live on from pass to pass, and by a loader that does not repeat itself."""
         workers = getattr(self.loader, "num_workers", 0) and getattr(self.loader, "persistent_workers", False)
-        return CHANGED if self.differs else OWN if self._own.lost else WORKERS if workers else ""
+        changed = CHANGED if self.differs or self._later else ""
+        return changed or unordered(self.loader) or (OWN if self._own.lost else WORKERS if workers else "")
 
     def begin(self) -> None:
         """Remember the random state."""
@@ -142,20 +144,22 @@ class StreamPosition:
         states = [bytes(g.get_state().numpy()) for g in loader_generators(self.loader)]
         self.start, self.changed = PassStart(at_iter=self._recorder.snapshot(), generators=states), True
         self.start.own = self._own.states()
-        self._again = self.differs = False
+        self._again = self.differs = self._later = False
 
     def resume(self, start: PassStart, state: bytes, consumed: int, over: bool = False) -> int | None:
         """All consumed batches are to be drawn again."""
         if over:
             self._own.restore(state, unused=True)
             return None
-        self.restore(start)
+        self.restore(start, consumed)
         self._again = consumed > 0
         return consumed
 
-    def restore(self, start: PassStart) -> None:
+    def restore(self, start: PassStart, consumed: int) -> None:
         """Let the iteration begin under the random state under which that of `start` began."""
-        self.start, self.changed, self._again, self.differs = start, True, False, False
+        self.start, self.changed = start, True
+        self._again = self.differs = self._later = False
+        start.digest, start.digests = start.digest if consumed else b"", those_of(start.digests, consumed)
         if start.at_iter:
             rng.restore(rng.decode(start.at_iter))
         generators = loader_generators(self.loader) if start.generators else []
@@ -170,16 +174,16 @@ class StreamPosition:
         elif self._again:
             rng.restore(rng.decode(self.start.at_first))
 
-    def seen(self, batch: Any) -> None:
-        """Remember a digest of the first batch, or compare that of one that was drawn again."""
-        if not self.start.digest:
-            self.start.digest, self.changed = _digest(batch), True
-        elif self._again:
-            self.differs = _digest(batch) != self.start.digest
+    def seen(self, batch: Any, number: int) -> None:
+        """Remember a digest of it, or compare that of one that was drawn again."""
+        same = compared(self.start, _digest(batch), number)
+        self.changed = self.changed or same is None
+        if same is False and self._again:
+            self.differs, self._later = self.differs or number == 1, True
 
-    def settle(self) -> None:
-        """What was consumed is thrown away."""
-        self._again = False
+    def settle(self, in_turn: bool = False) -> None:
+        """What was consumed is thrown away; where it has drawn random numbers, it may only be augmented otherwise."""
+        self._again, self._later = False, self._later and not in_turn
 
     def state(self) -> bytes:
         """Where the generators stand."""
@@ -200,7 +204,7 @@ class StatefulPosition(StreamPosition):
         if not state:
             return super().resume(start, state, consumed, over)
         if not over:  # else no iteration begins here, and random state stays as it is
-            self.restore(start)
+            self.restore(start, consumed)
         self.load(pickle.loads(state), over)
         return None if over else 0
 
@@ -211,7 +215,7 @@ class StatefulPosition(StreamPosition):
     @property
     def inexact(self) -> str:
         """What it does with its workers is its own affair."""
-        return CHANGED if self.differs else ""
+        return CHANGED if self.differs or self._later else ""
 
     def state(self) -> bytes:
         """Its state, encoded at once: a loader may give out its live state. Where it has none yet, it draws again."""
@@ -223,6 +227,12 @@ class StatefulPosition(StreamPosition):
                 why = f"{type(self.loader).__name__}.state_dict: {type(error).__name__}: {error}"
                 log.warning("the data loader cannot say where it stands (%s): a resume would iterate it again", why)
             return b""
+
+
+def unordered(loader: Any) -> str:
+    """Why the first batches of a pass need not be those that were trained on; empty where they are."""
+    plain = isinstance(loader, DataLoader) and loader.num_workers > 1
+    return UNORDERED if plain and not getattr(loader, "in_order", True) else ""
 
 
 def makers(loader: Any) -> list[Any]:

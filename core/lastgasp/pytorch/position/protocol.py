@@ -12,8 +12,9 @@ all ranks have used together."""
 
 WORKERS = "random numbers that worker processes of a DataLoader draw are not restored"
 CHANGED = (
-    "the loader does not give what it gave before: the first batch of this pass is another one than was trained on "
-    "(has the data set, its seed or its sampler's epoch changed, or is its order drawn anew in each process?)"
+    "the loader does not give what it gave before: batches of this pass are other ones than those trained on (has the "
+    "data set, its seed or its sampler's epoch changed, is its order drawn anew in each process, or does it depend on "
+    "the training?)"
 )
 
 
@@ -32,6 +33,11 @@ IN_TURN = (
     "depends on them, samples come twice or are left out (give the sampler or the data set a generator of its own)"
 )
 
+UNORDERED = (
+    "in_order=False: batches come as worker processes finish them, so that it is not known which of them were trained "
+    "on, and samples come twice or are left out"
+)
+
 
 class PassStart(msgspec.Struct, kw_only=True):
     """What of a position is known once the first batch of a pass has been drawn, and stays the same to its end.
@@ -42,7 +48,7 @@ class PassStart(msgspec.Struct, kw_only=True):
         at_first: random state right before its first batch was drawn.
         generators: states of the loader's own generators right before it was iterated.
         counters: what else the loader needs to begin this pass again, as its adapter encodes it.
-        digest: of the first batch.
+        digest: of the first batch; digests: of the others that were drawn and are compared (`is_compared`).
         own: states of random generators that the loader holds, as `OwnGenerators` has them.
     """
 
@@ -53,6 +59,7 @@ class PassStart(msgspec.Struct, kw_only=True):
     counters: bytes = b""
     digest: bytes = b""
     own: bytes = b""
+    digests: list[bytes] = []
 
 
 class LoaderPosition(Protocol):
@@ -61,8 +68,8 @@ class LoaderPosition(Protocol):
     Every rank has its own, and only the thread that trains calls it. For each pass over the loader:
 
     1. `begin`, or `resume` for the pass in the middle of which a checkpoint was taken; then the loader is iterated.
-    2. `first` right before the first batch is drawn, and `seen` with that batch. Where `resume` returned a number, so
-       many batches are drawn and thrown away first, and those two calls are about the first of them.
+    2. `first` right before the first batch is drawn, and `seen` with each batch that is compared. Where `resume`
+       returned a number, so many batches are drawn and thrown away first, and those calls are about these, too.
     3. `settle` once a resumed pass is where it was; the next batch that is drawn is the one that was due. Random
        state is then whatever it became: the caller restores that of the boundary itself.
     4. At a boundary `start` and `state` are what a checkpoint needs, with the number of batches consumed.
@@ -111,11 +118,19 @@ class LoaderPosition(Protocol):
     def first(self) -> None:
         """The first batch of the iteration is about to be drawn."""
 
-    def seen(self, batch: Any) -> None:
-        """That batch, as the loader gave it."""
+    def seen(self, batch: Any, number: int) -> None:
+        """A batch as the loader gave it.
 
-    def settle(self) -> None:
-        """Stand where the resumed pass stood."""
+        Args:
+            number: in its pass, from 1; one of those of `is_compared`.
+        """
+
+    def settle(self, in_turn: bool = False) -> None:
+        """Stand where the resumed pass stood.
+
+        Args:
+            in_turn: what was thrown away has drawn random numbers of the process batch by batch.
+        """
 
     def state(self) -> bytes:
         """What changes with every batch, encoded at once; empty where nothing does."""

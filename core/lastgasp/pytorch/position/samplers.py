@@ -14,7 +14,7 @@ import copy
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import wrapt
 import xxhash
 
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.position.compared import compared, is_compared, those_of
 from lastgasp.pytorch.position.generators import OwnGenerators
 from lastgasp.pytorch.position.protocol import CHANGED, IN_TURN
 
@@ -36,7 +37,8 @@ class SamplerStart:
         at_first: random state when the first batch was drawn: most samplers shuffle only then.
         generators_at_iter: states of the loader's own generators, then.
         generators_at_first: the same at the first batch.
-        digest: of the first batch of indices; empty where it is of something else.
+        digest: of the first batch of indices; empty where it is of something else. digests: of the others that are
+            compared (`is_compared`).
         own_at_iter, own_at_first: states of what other generators the sampler holds, as `OwnGenerators` has them.
     """
 
@@ -48,6 +50,7 @@ class SamplerStart:
     digest: bytes = b""
     own_at_iter: bytes = b""
     own_at_first: bytes = b""
+    digests: list[bytes] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -66,7 +69,8 @@ class SamplerTrack:
         start: how the current iteration began.
         changed: `start` has changed since the owner of the track set this to False.
         yielded: batches of the current iteration so far, those that were skipped included.
-        differs: an iteration that was resumed began with another batch than it had begun with.
+        differs: an iteration that was resumed began with another batch than it had begun with; later: one of the others
+            that are compared is another one.
         in_turn: what was skipped drew from the random state of the process behind its first batch, too.
         skipped: called when a resumed iteration is where it was.
         followed: an iteration that begins now may be the training's.
@@ -78,7 +82,7 @@ class SamplerTrack:
         self.start = SamplerStart()
         self.changed = True
         self.yielded = 0
-        self.differs = self.in_turn = False
+        self.differs = self.later = self.in_turn = False
         self.followed = True
         self._recorder = recorder
         self._generators = list(generators)
@@ -98,12 +102,14 @@ class SamplerTrack:
     @property
     def inexact(self) -> str:
         """Why a resumed iteration may not give what was due; empty where nothing is known against it."""
-        return CHANGED if self.differs else IN_TURN if self.in_turn else ""
+        if self.differs or (self.later and not self.in_turn):
+            return CHANGED
+        return IN_TURN if self.in_turn else ""
 
     def new_epoch(self) -> None:
         """The next iteration is the first one of an epoch."""
         self.start, self.yielded, self.changed = SamplerStart(), 0, True
-        self.differs = self.in_turn = self._untouched = False
+        self.differs = self.later = self.in_turn = self._untouched = False
         self._now = _none
 
     def resume(self, start: SamplerStart, consumed: int) -> None:
@@ -153,15 +159,18 @@ class SamplerTrack:
         self.start.generators_at_first, self.start.own_at_first = self._states(), self._own.states()
         self.changed = True
 
-    def began_with(self, item: Any) -> None:
-        """The first batch of indices of an iteration: remember it, or compare it with the one that is remembered."""
-        digest = _digest(item)
-        if not self.start.digest:
-            self.start.digest, self.changed = digest, True
-        elif digest != self.start.digest:
-            self.differs = True
+    def drew(self, item: Any, number: int) -> None:
+        """A batch of indices, `number` of its iteration: remember it, or compare it with the one that is remembered."""
+        if not is_compared(number):
+            return
+        same = compared(self.start, _digest(item), number)
+        if same is None:
+            self.changed = True
+        elif not same:
+            self.differs, self.later = self.differs or number == 1, True
 
     def _again(self, sampler: Any, start: SamplerStart, skip: int) -> _Resumed:
+        start = replace(start, digest=start.digest if skip else b"", digests=those_of(start.digests, skip))
         self.start, self.yielded, self.changed = start, skip, True
         if start.at_iter:
             # left in place: the loader now draws its workers' base seed, which must be the same too
@@ -193,8 +202,8 @@ class SamplerTrack:
             item = next(inner, _END)
             if item is _END:
                 break
+            self.drew(item, number + 1)
             if number == 0:
-                self.began_with(item)
                 begun = self._recorder.snapshot()
         self.in_turn = skip > 1 and self._recorder.snapshot() != begun
         rng.restore(rng.decode(kept))
@@ -226,6 +235,7 @@ class _Observed(Iterator[Any]):
         item = next(self._inner)
         self.under_way = True
         self._track.yielded += 1
+        self._track.drew(item, self._track.yielded)
         return item
 
 
@@ -238,9 +248,7 @@ class _Tracked(_Observed):
     def _first(self) -> Any:
         self._fresh = False
         self._track.first()
-        item = self._draw()
-        self._track.began_with(item)
-        return item
+        return self._draw()
 
 
 class _Resumed(_Observed):
