@@ -19,6 +19,7 @@ import msgspec
 VARIABLE = "LASTGASP_IMPORTED"
 """Set by the launcher for its ranks: the file that the first of them writes to."""
 LIBRARIES = ("site-packages", "dist-packages")
+_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 TEMPLATES = "torch.distributed.nn.jit.instantiator"
 """In torch 2.7 it writes modules to a temporary folder of this process (`launch.warm_templates`)."""
 _NOT = ("torch._inductor", "triton")
@@ -73,15 +74,18 @@ def libraries(modules: Mapping[str, str]) -> Iterator[str]:
     Args:
         modules: names with origins.
     """
-    standard = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
     for name, path in modules.items():
         if not path or name == "__main__" or name.endswith(".__main__"):
             continue
         if any(name == one or name.startswith(f"{one}.") for one in _NOT):
             continue
-        library = any(f"{os.sep}{folder}{os.sep}" in path for folder in LIBRARIES)
-        if library or path.startswith(standard) or name.partition(".")[0].startswith("lastgasp"):
+        if is_installed(path) or name.partition(".")[0].startswith("lastgasp"):
             yield name
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file lies in the standard library or in a folder of packages."""
+    return path.startswith(_STANDARD) or any(f"{os.sep}{folder}{os.sep}" in path for folder in LIBRARIES)
 
 
 def origin(module: Any) -> str:

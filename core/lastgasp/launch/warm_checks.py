@@ -7,7 +7,6 @@ import os
 import random
 import re
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
-from lastgasp.gasp.imported import LIBRARIES, origin
+from lastgasp.gasp.imported import LIBRARIES, is_installed, origin
 
 HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 DEVICES = ("/dev/nvidia", "/dev/davinci", "/dev/hisi", "/dev/kfd", "/dev/dri/", "/dev/infiniband/", "/dev/accel")
@@ -136,7 +135,7 @@ def times(modules: Mapping[str, str]) -> dict[str, int]:
         modules: names with origins.
     """
     packages = [path for path in sys.path if os.path.basename(path) in LIBRARIES]
-    others = [path for path in modules.values() if os.path.isabs(path) and not _is_installed(path)]
+    others = [path for path in modules.values() if os.path.isabs(path) and not is_installed(path)]
     return {path: os.stat(path).st_mtime_ns for path in (*packages, *others) if os.path.exists(path)}
 
 
@@ -155,11 +154,6 @@ def differing(modules: Mapping[str, str]) -> str:
         if here != path:
             return f"{name} is {path or 'no file'} in the ranks, and {here or 'no file'} to other imports"
     return ""
-
-
-def _is_installed(path: str) -> bool:
-    standard = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-    return path.startswith(standard) or any(f"{os.sep}{folder}{os.sep}" in path for folder in LIBRARIES)
 
 
 def fork_once() -> str:

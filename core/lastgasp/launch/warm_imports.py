@@ -32,7 +32,7 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
     """
     watching = warm_checks.watching_environment({*plan["own"], *plan["environment"]})
     unseen = warm_checks.watching_seeds(), warm_checks.watching_temporary(), watching_folders()
-    with unseen[0], unseen[1], unseen[2], watching as readers, without_templates(plan["modules"]):
+    with unseen[0], unseen[1], unseen[2], watching as readers, without_templates(plan["modules"]), _uncollected():
         for name in libraries(plan["modules"]):
             try:
                 importlib.import_module(name)
@@ -49,6 +49,18 @@ def prepare(plan: Mapping[str, Any], own: set[int]) -> str:
     gc.collect()
     gc.freeze()  # the garbage collector of a rank leaves these pages shared
     return why
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Imports make hardly any garbage: searching for it takes a sixth of their time. What they set themselves stays."""
+    before = gc.get_threshold()
+    gc.set_threshold(0, *before[1:])
+    try:
+        yield
+    finally:
+        if not gc.get_threshold()[0]:
+            gc.set_threshold(*before)
 
 
 def _misread(readers: list[tuple[str, str]], own: Sequence[str], ranks: Mapping[str, str | None]) -> str:

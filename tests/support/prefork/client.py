@@ -20,7 +20,7 @@ from typing import Any
 
 from lastgasp.launch.warm_process import NoFork, _collecting_orphans, order_for
 from lastgasp.testing.jobs import ends_with_its_parent
-from support.prefork.images import ALONE, MODULES, image_of
+from support.prefork.images import ALONE, MODULES, image_of, is_warm_process
 from support.prefork.order import ROOM, Order, room_for
 from support.prefork.server import BOOT
 
@@ -32,7 +32,7 @@ LINE, VARIABLES = 1 << 13, 1 << 14
 """Bytes of room for command lines and environments in /proc."""
 TESTS = str(Path(__file__).parents[2])
 _FORKABLE = {
-    "executable": (None,), "preexec_fn": (None, ends_with_its_parent), "close_fds": (True,), "pass_fds": ((),),
+    "executable": (None,), "preexec_fn": (None, ends_with_its_parent), "close_fds": (True,),
     "shell": (False,), "restore_signals": (True,), "gid": (None,), "gids": (None,), "uid": (None,), "umask": (-1,),
     "process_group": (-1, None),
 }  # fmt: skip
@@ -86,7 +86,7 @@ class Image:
             place = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, place)
             with _collecting_orphans():
-                self._send(order, *streams, place, reading)
+                self._send(order, *streams[:3], place, reading, *streams[3:])
                 pid = int(self.answer()["pid"])
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it is no child
             os.write(writing, b"x")  # only now may it end, and leave orphans of its own
@@ -233,10 +233,10 @@ def installed(prefork: Prefork) -> Iterator[Prefork]:
             self.pid = _fork(prefork, asked)
         except NoFork as error:
             if str(error):
-                prefork.note(f"cold: {error}: {image_of(_begun_in(asked)[1])}")
+                prefork.note(f"cold: {error}: {_named(asked)}")
             original(self, *arguments)
             return
-        prefork.note(f"forked: {image_of(_begun_in(asked)[1])}")
+        prefork.note(f"forked: {_named(asked)}")
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in _PIPES))
 
@@ -253,14 +253,20 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
     return [os.fsdecode(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
 
 
+def _named(asked: Mapping[str, Any]) -> str:
+    command = _begun_in(asked)[1]
+    return image_of(command) or "warm process"
+
+
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def _fork(prefork: Prefork, asked: Mapping[str, Any]) -> int:
     folder, command = _begun_in(asked)
-    if not prefork.on or not image_of(command):
+    warm, passed = isinstance(prefork, _Nested) and is_warm_process(command), list(asked["pass_fds"])
+    if not prefork.on or not (image_of(command) or warm):
         raise NoFork("")
-    if any(asked[name] not in allowed for name, allowed in _FORKABLE.items() if name in asked):
+    if (passed and not warm) or any(asked[name] not in allowed for name, allowed in _FORKABLE.items() if name in asked):
         raise NoFork("an option of Popen's")
     given_environment = os.environ if asked["env"] is None else asked["env"]
     environment = {os.fsdecode(name): os.fsdecode(value) for name, value in given_environment.items()}
@@ -277,11 +283,14 @@ def _fork(prefork: Prefork, asked: Mapping[str, Any]) -> int:
         ends_with_parent=asked["preexec_fn"] is ends_with_its_parent,
         ignored=sorted(_ignored() - _RESTORED),
         blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        nested=image_of(command) not in ALONE and (not isinstance(prefork, _Nested) or "-m" in command[1:3]),
+        nested=not warm
+        and image_of(command) not in ALONE
+        and (not isinstance(prefork, _Nested) or "-m" in command[1:3]),
+        passed=passed,
     )
     given = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
     streams = [number if number >= 0 else own for own, number in enumerate(given)]
-    return prefork.fork(command, order, streams, folder)
+    return prefork.fork(command, order, [*streams, *passed], folder)
 
 
 def _begun_in(asked: Mapping[str, Any]) -> tuple[str, list[str]]:

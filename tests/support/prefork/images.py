@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lastgasp.launch.warm_server import BOOT
+
 _LAUNCHER = (
     "torch",
     "torch.distributed.run",  # in its order: a hook of ours is registered halfway
@@ -85,6 +87,11 @@ _SCRIPTS = {
     "trainings_child.py": "mindspore",
 }
 """What each imports at its top, or does not go without. Ranks that import no torch must not find it imported."""
+
+
+def is_warm_process(command: Sequence[str]) -> bool:
+    """Whether it is the warm process of a launcher, which imports what the ranks have imported."""
+    return BOOT in command[2:4]
 
 
 _LAUNCHERS = (["-m", "torch.distributed.run"], ["-m", "support.mindx"])

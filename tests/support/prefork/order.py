@@ -36,6 +36,7 @@ class Order:
         ends_with_parent: it is to end when who asks does (`lastgasp.testing.jobs.ends_with_its_parent`).
         ignored, blocked: signals.
         nested: it may start processes of the same image.
+        passed: numbers of other descriptors that it gets.
     """
 
     command: list[str]
@@ -48,6 +49,7 @@ class Order:
     ignored: list[int]
     blocked: list[int]
     nested: bool
+    passed: list[int]
 
     def encoded(self) -> bytes:
         """For the other side."""

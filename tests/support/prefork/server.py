@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import inspect
 import os
 import signal
 import socket
@@ -51,6 +52,7 @@ def _imported(modules: Sequence[str]) -> str:
     try:
         for name in modules:
             importlib.import_module(name)
+        inspect.getmodule(sys._getframe())  # knows the files of all modules then, for which torchrun takes a second
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -69,20 +71,20 @@ class Image:
             data, descriptors = _receive(connection)
             if not data:
                 os._exit(0)
-            order, streams, start = Order.decoded(_content(descriptors[0])), descriptors[1:5], descriptors[5]
+            order = Order.decoded(_content(descriptors[0]))
             why = warm_checks.unsafe({0, 1, 2, connection.fileno(), *descriptors})
             why = why or order.differs(self._before, self._read, self._imported)
             if why:
                 _send(connection, why=why)
             elif between := _forked():
-                self._start(order, between, (*streams, start), connection)
+                self._start(order, between, descriptors[1:], connection)
                 return
             for number in descriptors[1:]:
                 os.close(number)
 
     def _start(self, order: Order, between: int, descriptors: Sequence[int], connection: socket.socket) -> None:
         """In a forked process: become what was ordered, say so, and begin at the parent's word."""
-        *streams, start = descriptors
+        streams, start, passed = descriptors[:4], descriptors[4], descriptors[5:]
         if order.session:
             os.setsid()
         while (parent := os.getppid()) != order.parent:
@@ -107,6 +109,10 @@ class Image:
         if not os.read(start, 1):
             os._exit(0)  # given up
         os.close(start)
+        for descriptor, number in zip(passed, order.passed, strict=True):
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
         if nested is not None:
             from support.prefork.client import serve_nested
 
@@ -132,6 +138,11 @@ class Image:
 def run(command: Sequence[str]) -> None:
     """The program."""
     rest = command[2:] if command[1] == "-u" else command[1:]
+    if rest[0] == "-c":  # the warm process
+        warm_child.pose([command[0], "-u", "-c", *rest[2:]])
+        sys.path.insert(0, "")
+        exec(rest[1], vars(sys.modules["__main__"]))
+        return
     if rest[0] == "-m":
         sys.modules.pop(rest[1], None)  # runpy warns of a module that was imported before it is run
     warm_child.run([command[0], "-u", *rest])
