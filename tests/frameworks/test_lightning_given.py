@@ -6,9 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
+from frameworks.fit_rig import Job, Small, data, fit, seed, weights
 from lastgasp.adapter import DamagedCheckpoint, GaspConfig
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.manifest import Fit, Kind, Provenance
@@ -123,3 +128,23 @@ def test_what_a_link_leads_to_is_verified(tmp_path: Path) -> None:
     io = VerifiedCheckpointIO(TorchCheckpointIO(), GaspConfig.resolve(tmp_path), nothing, nothing, [])
     with pytest.raises(DamagedCheckpoint):
         io.load_checkpoint(link)
+
+
+def test_a_fault_in_the_epoch_in_which_a_plain_checkpoint_was_saved(tmp_path: Path) -> None:
+    """Lightning alone counts on in that epoch, and begins with its data: so many as it counts have not been used."""
+    plain = ModelCheckpoint(tmp_path / "plain", every_n_train_steps=4)
+    seed(5)
+    trainer = L.Trainer(max_steps=4, logger=False, callbacks=[plain], accelerator="cpu", default_root_dir=tmp_path,
+                        enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    assert fit(trainer, Small(), DataLoader(data(size=40), 4, shuffle=True))
+    found = []
+    for folder, strikes in (("straight", [None]), ("faulted", [6, 7, 12, None])):
+        job = Job(tmp_path / folder)
+        for strike in strikes:
+            job.restart()
+            seed(9)
+            model, trainer = Small(), job.make(strike=strike)
+            loader = DataLoader(data(size=40), 4, shuffle=True)
+            assert fit(trainer, model, loader, ckpt_path=plain.best_model_path) == (strike is None)
+        found.append((weights(model), trainer.optimizers[0].state_dict()))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

@@ -43,7 +43,7 @@ class DataPosition:
         self._rng = rng.RngRecorder(devices)
         self._combined: Any = None
         self._epoch = EpochPosition([], self._rng)
-        self._made, self.anew = b"", False
+        self._made, self.anew, self._continued = b"", False, False
         self._undo: list[Undo] = []
         self._pending: tuple[EpochRecord, int, int] | None = None
         # The loaders may be made, and iterated, more than once before the boundary.
@@ -59,6 +59,7 @@ class DataPosition:
             self._undo = [
                 replace_method(fit, "_load_combined_loader_states", self._wrap_load),
                 replace_method(fit._data_source, "dataloader", self._wrap_making),
+                replace_method(fit.epoch_loop, "on_run_start", self._wrap_beginning),
             ]
 
     def uninstall(self) -> None:
@@ -86,6 +87,14 @@ class DataPosition:
             self._prepare(self._trainer.fit_loop._combined_loader)
 
         return load
+
+    def _wrap_beginning(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def on_run_start(fetcher: Any) -> None:
+            original(fetcher)
+            if not self._continued:  # of a checkpoint that is not ours Lightning counts on, and begins with the data
+                self._epoch.before = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+        return on_run_start
 
     def _wrap_making(self, original: Callable[[], Any]) -> Callable[[], Any]:
         def dataloader() -> Any:
@@ -149,6 +158,7 @@ class DataPosition:
     def start(self, combined: Any, begin: Callable[[], Any]) -> Any:
         """`iter(combined)`: an epoch begins, or is continued."""
         pending, self._pending = self._pending, None
+        self._continued = pending is not None
         self.elastic.epoch_begins(pending[1] if pending else self._trainer.fit_loop.epoch_progress.current.processed)
         if pending is not None:
             return self._continue(combined, begin, pending[0], pending[2])
@@ -177,7 +187,7 @@ class DataPosition:
         for i, start in enumerate(record.starts):
             if flags is not None and start.start.get("base"):
                 flags[i] = True
-        iterator._idx = consumed
+        iterator._idx = consumed - record.before
         return out
 
     def settle(self) -> None:

@@ -42,13 +42,14 @@ class EpochPosition:
         ahead: the framework may fetch batches before those before them are consumed, and draws random numbers for them;
             to be set before the first batch is fetched.
         watching: `before_fetch` is to be called.
+        before: see `EpochRecord`; to be set after `begin` where it is not 0. It is in the numbers of consumed batches.
     """
 
     def __init__(self, loaders: Sequence[Any], recorder: rng.RngRecorder, data: str = "", made: bytes = b"") -> None:
         self.loaders, self._rng, self._data, self._made = list(loaders), recorder, data, made
         self.positions: list[LoaderPosition] = [position_of(loader, recorder) for loader in loaders]
         self.kinds = [position.kind for position in self.positions]
-        self.ahead = False
+        self.ahead, self.before = False, 0
         self._live = self._any_live()
         self.watching = self._live or any(kind != MAP for kind in self.kinds)
         self._before: dict[int, tuple[list[bytes], bytes]] = {}
@@ -70,6 +71,7 @@ class EpochPosition:
         for position, start, state in self._untouched:  # nothing was left of the epoch that was resumed
             position.resume(start, state, self._count, over=True)
         self._restart(0)
+        self.before = 0
         for position in self.positions:
             position.begin()
 
@@ -80,6 +82,8 @@ class EpochPosition:
             CheckpointError: see `require`.
         """
         self.require(record)
+        self.before = record.before
+        consumed -= record.before
         self._restart(consumed)
         self._fetch = record.fetch
         count = len(self.kinds)
@@ -164,6 +168,7 @@ class EpochPosition:
         if self._looks:  # some make their generators for the first batch
             self._looks, self._live = self._looks - 1, self._any_live()
         dynamic = self.ahead or self._live
+        consumed -= self.before
         if dynamic and consumed not in self._before:
             self._note(consumed)
         if self._old or dynamic:
@@ -171,6 +176,7 @@ class EpochPosition:
             states, fetch = self._before.get(consumed, _NOTHING)
             states = states or [b""] * len(self.kinds)
             head = EpochRecord(kinds=self.kinds, states=states, fetch=fetch, data=self._data, made=self._made)
+            head.before = self.before
             self._encoded = encode_epoch(head, self._starts)
         return self._encoded
 

@@ -20,6 +20,8 @@ class EpochRecord(msgspec.Struct, kw_only=True):
         fetch: random state right before the first batch was fetched that is not consumed; empty where none was ahead.
         data: fingerprint of the data, as the adapter knows it.
         made: random state right before the loaders were made, where they may have drawn their data with it.
+        before: batches that the framework had counted when it began to iterate the loaders anew, as of a checkpoint
+            that had no position.
         starts: of the loaders.
     """
 
@@ -28,6 +30,7 @@ class EpochRecord(msgspec.Struct, kw_only=True):
     fetch: bytes = b""
     data: str = ""
     made: bytes = b""
+    before: int = 0
     starts: list[PassStart] = []
 
 
