@@ -429,9 +429,9 @@ def trained_by_two(held: HeldGradients, net: nn.Sequential, two: list[SGD], kind
         way(torch.ones(2, 3)).square().sum().backward()
 
     for step in range(8):
-        if kind == "in turn":  # as most GANs do it; the second pass gives gradients to the first one's parameters, too
+        if kind.startswith("in turn"):  # as most GANs do it; the second pass gives gradients to the first one's parameters, too
             for one in two:
-                one.zero_grad()
+                one.zero_grad(set_to_none=kind == "in turn")
                 backward(net)
                 one.step()
         elif kind == "left over":
@@ -454,8 +454,8 @@ def trained_by_two(held: HeldGradients, net: nn.Sequential, two: list[SGD], kind
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("seldom", "0.weight, 0.bias"), ("left over", "0.weight, 0.bias"), ("in turn", ""), ("zeros", ""), ("at once", ""),
-     ("filled", "")],
+    [("seldom", "0.weight, 0.bias"), ("left over", "0.weight, 0.bias"), ("in turn", ""), ("in turn in place", ""),
+     ("zeros", ""), ("at once", ""), ("filled", "")],
 )  # fmt: skip
 def test_gradients_that_are_used_in_a_later_step_are_named(kind: str, named: str) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -218,7 +218,8 @@ class HeldGradients:
     another, or where nothing clears them between two updates.
 
     Looked for behind steps 1, 2, 4, 8, ...: which are there, and not zeros, when the next backward pass begins, and are
-    the same tensors when their optimizer uses them. What is cleared before its own backward pass is another by then.
+    the same tensors when their optimizer uses them. What is cleared before its own backward pass is another by then, or
+    zeros when that pass begins.
 
     Args:
         parameters: with their names.
@@ -232,18 +233,24 @@ class HeldGradients:
         self._optimizers = list(optimizers)
         self._steps, self._due = 0, False
         self._used: list[RemovableHandle] = []
+        self._left: list[list[tuple[Tensor, weakref.ref[Tensor]]]] = []
         self._found: list[str] = []
 
     def step_over(self) -> None:
         """A step is complete."""
         self._steps += 1
+        self._left = []
         self._due = not self._steps & (self._steps - 1)
         while self._used:  # torch is iterating over the hooks while it calls one
             self._used.pop().remove()
 
     def backward_begins(self) -> None:
         """Call before each backward pass."""
-        if not self._due or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not (self._due or self._left) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        for before in self._left:
+            before[:] = [(one, ref) for one, ref in before if (grad := one.grad) is ref() and _counts(grad)]
+        if not self._due:
             return
         self._due = False
         for optimizer in self._optimizers:
@@ -265,13 +272,14 @@ class HeldGradients:
             used = [self._names.get(id(one), "?") for one, grad in left if one.grad is not None and one.grad is grad()]
             self._found += [name for name in used if name not in self._found]
 
+        self._left.append(left)
         handle = optimizer.register_step_pre_hook(uses)
 
 
-def _counts(gradient: Tensor) -> bool:
+def _counts(gradient: Tensor | None) -> bool:
     own = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: no rank waits for another here
     try:
-        return own.layout is torch.strided and bool(own.any())
+        return own is not None and own.layout is torch.strided and bool(own.any())
     except RuntimeError:  # of a type that torch cannot ask
         return False
 
