@@ -123,6 +123,16 @@ def test_a_step_of_lbfgs_that_raised_in_its_closure_is_done_again(tmp_path: Path
     torch.testing.assert_close(faulted, straight, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_rank_says_that_a_copy_is_kept(
+    tmp_path: Path, first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(L.Trainer, "is_global_zero", first)
+    caplog.set_level("INFO", "lastgasp")
+    assert fit(Job(tmp_path).make(max_epochs=1), Newton())
+    assert ("a copy of the state is kept" in caplog.text) == first
+
+
 class OwnStep(Newton):
     """Raises behind the update, in code of the user's."""
 

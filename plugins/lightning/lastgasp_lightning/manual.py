@@ -38,7 +38,7 @@ class StepCopies:
         self._status, self._gate, self._copied = status, gate, copied
         self._copies: Copies | None = None
         self._plugin: Any = None
-        self.copying, self._begun = False, 0
+        self.copying, self._tells, self._begun = False, False, 0
         self._kept: tuple[str, Any] = "", {}
 
     def install(self, trainer: Any, holder: nn.Module) -> Undo:
@@ -47,7 +47,7 @@ class StepCopies:
         several = any(isinstance(one, LBFGS) for one in trainer.optimizers)
         if self._status is None or (automatic and not several):
             return lambda: None
-        self._plugin = trainer.precision_plugin
+        self._plugin, self._tells = trainer.precision_plugin, trainer.is_global_zero
         self._copies, self.copying = Copies([holder], trainer.optimizers), several or len(trainer.optimizers) > 1
         epoch = trainer.fit_loop.epoch_loop
         loop = epoch.automatic_optimization if automatic else epoch.manual_optimization
@@ -75,7 +75,7 @@ class StepCopies:
                         "since the last checkpoint", type(error).__name__, str(error).partition("\n")[0])  # fmt: skip
             self._copies, self.copying = None, False
             return
-        if first:
+        if first and self._tells:
             log.info("a fault may come between an update and the end of training_step, so a copy of the state is kept "
                      "from now on: %.1f MB", copies.nbytes / 1e6)  # fmt: skip
         self._copied()
