@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -94,6 +96,34 @@ def test_a_look_that_does_not_end_is_interrupted(signals: StopSignals, monkeypat
             threading.Event().wait(60)
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGUSR1)
+
+
+class Loud(logging.Handler):
+    """A signal arrives while it writes; as all of that module's, it goes on after an exception."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except Exception:
+            self.handleError(record)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_handler_of_the_log_swallows_none(
+    inside: bool, signals: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the launcher waits for the survivors, signals are not put off, and it logs what it does."""
+    monkeypatch.setattr(stop_signals, "LIMIT", 0.1)
+    log = logging.Logger("of this test")
+    log.addHandler(Loud())
+    with pytest.raises(Stopped, match="SIGUSR1"), signals if inside else nullcontext():
+        if inside:
+            signals.at_once()
+        log.warning("killing rank 1, which hangs")
+        threading.Event().wait(10)
+        pytest.fail("swallowed")
+    with signals:
+        pass
 
 
 def test_one_that_was_handled_is_not_sent_again(signals: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:

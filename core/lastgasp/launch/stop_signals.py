@@ -1,7 +1,7 @@
 """Signals that ask the launcher to stop, put off while it looks at its workers.
 
 torch's handler raises its SignalException wherever the launcher is. Raised inside of torch's own timing of that look,
-it ended as an UnboundLocalError, and a handler of the `logging` module would swallow it.
+it ended as an UnboundLocalError. A handler of the `logging` module swallows it, so there it is always put off.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class StopSignals:
         again, self._sent_again = self._sent_again, False
         if again and self._noted is None:
             return  # it was handled in the meantime
-        if not again and self._puts_off and self._note(number):
+        if again:
+            self._noted = None
+        if ((self._puts_off and not again) or _is_logging(frame)) and self._note(number):
             return
         self._puts_off, self._noted = False, None
         self._handlers[number](number, frame)
@@ -84,6 +86,14 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         self.at_once()
+
+
+def _is_logging(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "logging":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def stop_this_launcher() -> None:
