@@ -89,7 +89,7 @@ class Incident(msgspec.Struct, kw_only=True):
     incarnation: int = 0
     """How often the ranks of this attempt had been entered again in place before."""
     not_in_place: str = ""
-    """Why a job that can be entered again was not; empty for every other job."""
+    """Why a job that can be entered again was not, or in the end was not (a rank could not be replaced); else empty."""
 
 
 def encode_incident(incident: Incident) -> bytes:

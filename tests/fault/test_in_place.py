@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from lastgasp.exitcodes import SAVED
 from lastgasp.pytorch.loop.files import LAYOUT
 from lastgasp.testing.faults import read_log
 from lastgasp.testing.weights import differences
-from support.disturbed import disturbed, lines
-from support.launchers import SUPPORT, Running, finish, incidents, run, torchrun, undisturbed_jobs
+from support.disturbed import READY, disturbed, lines
+from support.launchers import SUPPORT, Running, finish, incidents, run, running, torchrun, undisturbed_jobs, until
 
 WORKER = SUPPORT / "train_again.py"
 
@@ -300,3 +302,22 @@ def test_sigterm_before_the_ranks_have_joined_again_has_the_step_saved(tmp_path:
     assert {fault.kind for fault in last.faults} == {"sigterm"}, last
     assert [c.step for c in candidates([directory], LAYOUT)] == [8]
     assert differences(undisturbed(2), directory / "final.pt") == []
+
+
+def test_a_rank_is_not_replaced_by_another_program(tmp_path: Path) -> None:
+    """Its script has been edited since: the launcher finds that when it is to be replaced. The job restarts."""
+    script, directory = tmp_path / "own.py", tmp_path / "d"
+    shutil.copy(WORKER, script)
+    directory.mkdir()
+    command = run(script, "--dir", directory, "--final", directory / "final.pt", ranks=2)
+    fault = "kind=sigkill,rank=1,step=8,phase=backward"
+    with running(tmp_path, command, LASTGASP_WARM="auto", LASTGASP_LOG="debug", LASTGASP_FAULT=fault) as [started]:
+        until(lambda: READY in started.output, "the warm process is ready")
+        os.utime(script, ns=(0, 0))
+        (directory / "go").touch()
+        assert started.code() == 0, started.output[-6000:]
+    first, second = incidents(directory)
+    why = f"{script} has changed since it was imported"
+    assert (first.ending, first.not_in_place) == ("in_place", f"could not be replaced: {why}")
+    assert (second.rung, second.not_in_place, second.steps_lost) == ("", why, 0)
+    assert started.output.count("a new process takes its place") == 1

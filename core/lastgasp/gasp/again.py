@@ -20,6 +20,8 @@ controller's that this process is of."""
 LAUNCHER = "LASTGASP_PARENT"
 """The same: the process id of the launcher that has started it."""
 
+NOT_REPLACED = "could not be replaced: "
+"""Begins what a launcher says of a rank that was to get a new process, and gets none."""
 
 NEW = -1
 """In `Again.members`: a process that was not there before."""

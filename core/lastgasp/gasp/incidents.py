@@ -15,9 +15,11 @@ from lastgasp.narration import Tally
 
 from . import messages as m
 from .actions import RecordPhase, WentOn
+from .again import NOT_REPLACED
 from .attempt import Attempt
 from .auxiliary import RankBuffers
 from .ends import kind_of_end
+from .ladder import Ladder
 from .notes import add_note
 from .records import RecordWriter, record_path, write_record
 from .repeats import Repeats
@@ -246,6 +248,8 @@ class Incidents:
             if fault.rank == rank and fault.kind == "killed" and status not in fault.cause:
                 kind, cause = kind_of_end(status), f"{fault.cause}, {status}"
                 faults[i] = msgspec.structs.replace(fault, kind=kind, cause=cause)
+                if isinstance(attempt.machine, Ladder) and status.startswith(NOT_REPLACED):
+                    attempt.machine.not_in_place = status
                 self.refresh(attempt)
 
     def refresh(self, attempt: Attempt) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from lastgasp.gasp import messages as m
-from lastgasp.gasp.again import LAUNCHER, NEW, ORDER, Again, Offer
+from lastgasp.gasp.again import LAUNCHER, NEW, NOT_REPLACED, ORDER, Again, Offer
 from lastgasp.gasp.serve import ControllerThread
 from lastgasp.launch.attempts import LaunchAttempt
 from lastgasp.launch.growth import MISSING, CodeFile, Growth, Newcomer
@@ -267,7 +267,7 @@ class InPlace:
         except (NoFork, OSError) as error:
             log.warning("a rank could not be replaced: %s", error)
             for rank in failed:
-                self._report(rank, f"could not be replaced: {error}", self._done)
+                self._report(rank, f"{NOT_REPLACED}{error}", self._done)
             return False
         return True
 

@@ -87,6 +87,7 @@ class Warm:
     _file: int = field(default_factory=lambda: memory_file("lastgasp-imported"))
     _begun: float = 0.0
     _lost: str = ""
+    _changed: str = ""
     _matplotlib: MatplotlibFolder = field(default_factory=MatplotlibFolder)
     _known: dict[str, int] = field(default_factory=dict)
     """When the user's files were changed that the ranks had imported."""
@@ -136,15 +137,19 @@ class Warm:
 
     @property
     def changed(self) -> str:
-        """Which file has changed since the running ranks imported it, in words; a new rank would be another program."""
-        return changed_since(self._known)
+        """Which file has changed since the running ranks imported it, in words; a new rank would be another program.
+
+        Where one has, `cannot_fork` says so from then on: nobody else gets a new process.
+        """
+        self._changed = changed_since(self._known)
+        return self._changed
 
     @property
     def cannot_fork(self) -> str:
         """Why no rank can be forked now; empty where it can."""
         if self._process is None or not self._process.ready:
             return f"there is no warm process ({self.why or self._lost or 'it is not ready yet'})"
-        return ""
+        return self._changed
 
     def close(self) -> None:
         """End the process; idempotent. Its ranks are not harmed."""
@@ -171,7 +176,7 @@ class Warm:
         own = ranks.own()
         environment = WITHOUT_DEVICE | {name: value for name, value in os.environ.items() if name not in own}
         plan = msgspec.to_builtins(found) | {"own": sorted(own), "command": list(ranks.command)}
-        self._begun, self._known = _clock.monotonic(), times(found.modules)
+        self._begun, self._known, self._changed = _clock.monotonic(), times(found.modules), ""
         self._process = WarmProcess(ranks.command, environment, plan)
 
     def _see(self, process: WarmProcess) -> None:
