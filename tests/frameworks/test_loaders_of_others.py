@@ -24,6 +24,7 @@ from lastgasp.pytorch.position import CHANGED, STREAM, WORKERS, PassStart, posit
 from lastgasp.pytorch.position.accelerated import AcceleratedPosition
 from lastgasp.pytorch.position.known import DatasetPosition, LitdataPosition, PipelinePosition, StreamingPosition
 from lastgasp.pytorch.position.loaders import encoded
+from lastgasp.pytorch.position.protocol import PREPARED
 
 pytestmark = pytest.mark.usefixtures("childrens_signal")
 
@@ -209,6 +210,22 @@ def test_webdataset(kind: str, web: bool, shards: list[str]) -> None:
     assert loop.check(STOPS) == ""
     loop.check_twice(6, 2)
     Loop(pipeline(shards, kind, web=web), epochs=4, most=3).check((2, 3, 4, 6, 9))
+
+
+@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize("prepared_before", [True, False])
+def test_a_pipeline_that_accelerate_had_prepared_or_has_since(
+    prepared_before: bool, over: bool, shards: list[str], restored_environ: None
+) -> None:
+    """The run goes on, and says what it does not know."""
+    accelerate = package("accelerate")
+    made = pipeline(shards, "det", web=False)
+    loaders = made(), accelerate.Accelerator(cpu=True).prepare(made())
+    before, after = (position_of(one, rng.RngRecorder()) for one in (loaders[::-1] if prepared_before else loaders))
+    before.begin()
+    list(loaders[prepared_before])
+    assert after.resume(before.start, before.state(), 5, over) == (None if over else 5)
+    assert after.inexact == PREPARED
 
 
 @pytest.mark.parametrize("kind", ["plain", "det", "seeded"])

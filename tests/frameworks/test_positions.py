@@ -564,7 +564,7 @@ def test_a_pass_that_was_ended_early_is_not_under_way() -> None:
 
 def test_a_record_of_other_loaders_is_refused() -> None:
     position = EpochPosition([Epochs()], rng.RngRecorder())
-    with pytest.raises(CheckpointError, match="Give the same train loaders"):
+    with pytest.raises(CheckpointError, match="read a loader of a map-style data set, and this run has a loader that "):
         position.resume(EpochRecord(kinds=[MAP]), 3)
 
 

@@ -19,7 +19,16 @@ from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.loop.data_pass import DataPass, weakly
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
-from lastgasp.pytorch.position import MAP, STATEFUL, PassStart, is_compared, iterate, position_of, untrack_sampler
+from lastgasp.pytorch.position import (
+    DESCRIBED,
+    MAP,
+    STATEFUL,
+    PassStart,
+    is_compared,
+    iterate,
+    position_of,
+    untrack_sampler,
+)
 from lastgasp.pytorch.position.skipping import SkipProgress
 
 log = logging.getLogger("lastgasp")
@@ -259,8 +268,9 @@ class DataPosition:
         """Move to the position in `row`."""
         if row.kind != one.kind:
             raise CheckpointError(
-                f"the checkpoint was taken with a {row.kind} loader, this one is a {one.kind} loader: the position in "
-                "the data cannot be restored. Give the loaders that were used before, in the same order."
+                f"the checkpoint was saved in a pass over {DESCRIBED.get(row.kind, row.kind)}, and this run passes over "
+                f"{DESCRIBED.get(one.kind, one.kind)} there: where it stood in the data cannot be found. Give the "
+                "loaders that were used before, in the same order."
             )
         one.consumed, one.over, one.sampler, one.again = row.consumed - row.outer, row.over, fixed.sampler, fixed.fetch
         one.first, one.outer = -2 if one.over else -1, row.outer

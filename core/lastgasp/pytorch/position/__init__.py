@@ -13,6 +13,7 @@ from lastgasp.pytorch.position.compared import is_compared
 from lastgasp.pytorch.position.epoch import EpochPosition
 from lastgasp.pytorch.position.protocol import (
     CHANGED,
+    DESCRIBED,
     ELASTIC,
     IN_TURN,
     MAP,
@@ -30,6 +31,7 @@ from lastgasp.pytorch.position.samplers import iterate, untrack_sampler
 
 __all__ = [
     "CHANGED",
+    "DESCRIBED",
     "ELASTIC",
     "IN_TURN",
     "MAP",

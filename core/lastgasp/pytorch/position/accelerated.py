@@ -7,7 +7,7 @@ from typing import Any
 
 from lastgasp.pytorch.position.generators import OwnGenerators
 from lastgasp.pytorch.position.loaders import StreamPosition
-from lastgasp.pytorch.position.protocol import PassStart
+from lastgasp.pytorch.position.protocol import PREPARED, PassStart
 from lastgasp.pytorch.position.registry import register_loader
 from lastgasp.pytorch.position.samplers import index_sampler
 from lastgasp.pytorch.rng import RngRecorder
@@ -32,6 +32,12 @@ class AcceleratedPosition(StreamPosition):
         # its samplers lie deeper than in a loader of torch's, behind the one that takes this rank's share
         self._own = OwnGenerators([index_sampler(loader), loader.generator, *made_here], recorder.used)
         self._number: int | None = 0
+        self._unlike = False
+
+    @property
+    def inexact(self) -> str:
+        """By a loader that was another one before."""
+        return super().inexact or (PREPARED if self._unlike else "")
 
     def begin(self) -> None:
         """Remember the number of this pass, too."""
@@ -46,7 +52,9 @@ class AcceleratedPosition(StreamPosition):
         # the loader of a run before may not have been accelerate's: then there are its generators alone
         found = pickle.loads(state) if state.startswith(pickle.PROTO) else (None, state)
         following, generators = found if isinstance(found, tuple) else (None, b"")
-        number, seed, *rest = pickle.loads(start.counters) if start.counters else (following, None)
+        counted = pickle.loads(start.counters) if start.counters else (following, None)
+        self._unlike = not isinstance(found, tuple) or not isinstance(counted, tuple)
+        number, seed, *rest = counted if isinstance(counted, tuple) else (None, None)
         begun = any(rest)  # older checkpoints, which have none of it, are not of such loaders
         if seed is not None:
             self._sampler().initial_seed = seed

@@ -10,7 +10,7 @@ import msgspec
 from lastgasp.errors import CheckpointError
 from lastgasp.pytorch import rng
 from lastgasp.pytorch.position.compared import is_compared
-from lastgasp.pytorch.position.protocol import IN_TURN, MAP, LoaderPosition, PassStart
+from lastgasp.pytorch.position.protocol import DESCRIBED, IN_TURN, MAP, LoaderPosition, PassStart
 from lastgasp.pytorch.position.records import EpochRecord, encode_epoch
 from lastgasp.pytorch.position.registry import position_of
 from lastgasp.pytorch.position.samplers import untrack_sampler
@@ -99,9 +99,11 @@ class EpochPosition:
             CheckpointError: the record is of loaders of other kinds.
         """
         if record.kinds and record.kinds != self.kinds:
+            before, now = (" and ".join(DESCRIBED.get(kind, kind) for kind in kinds) or "no loader"
+                           for kinds in (record.kinds, self.kinds))  # fmt: skip
             raise CheckpointError(
-                f"the checkpoint was taken with train loaders of kinds {record.kinds}, this run has {self.kinds}: the "
-                "data position cannot be restored. Give the same train loaders as before."
+                f"the checkpoint was saved while training read {before}, and this run has {now}: where it stood in the "
+                "data cannot be found. Give the same kinds of train loaders as before."
             )
 
     def replay(self, draws: Sequence[Callable[[], Any]]) -> None:

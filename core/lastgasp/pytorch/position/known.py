@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lastgasp.pytorch.position.loaders import StatefulPosition, StreamPosition, encoded, is_stateful
-from lastgasp.pytorch.position.protocol import WORKERS, LoaderPosition, PassStart
+from lastgasp.pytorch.position.protocol import PREPARED, WORKERS, LoaderPosition, PassStart
 from lastgasp.pytorch.position.registry import builtin_position, register_loader
 from lastgasp.pytorch.rng import RngRecorder
 
@@ -90,7 +90,7 @@ class PipelinePosition(StreamPosition):
     order each time.
     """
 
-    live = True
+    live, _unlike = True, False
 
     def begin(self) -> None:
         """Remember the stages' epochs and seeds."""
@@ -107,7 +107,9 @@ class PipelinePosition(StreamPosition):
         return pickle.dumps([_own(stage) for stage in stages(self.loader)])
 
     def _count(self, counters: bytes) -> None:
-        for stage, row in zip(stages(self.loader), pickle.loads(counters) if counters else [], strict=False):
+        rows = pickle.loads(counters) if counters.startswith(pickle.PROTO) else None
+        self._unlike = bool(counters) and not isinstance(rows, list)  # accelerate had prepared the loader
+        for stage, row in zip(stages(self.loader), rows if isinstance(rows, list) else [], strict=False):
             vars(stage).update(row["own"])
             getattr(stage, "kw", {}).update(row["kw"])
 
@@ -120,8 +122,8 @@ class PipelinePosition(StreamPosition):
                 f"{', '.join(clocked)} of the WebDataset pipeline shuffles by the clock, so that its order cannot be "
                 "repeated (give it a seed, or use detshuffle, or deterministic=True where shards are resampled)"
             )
-        if super().inexact:
-            return super().inexact
+        if super().inexact or self._unlike:
+            return super().inexact or PREPARED
         loaders = [part for part in getattr(self.loader, "pipeline", []) if isinstance(part, DataLoader)]
         return WORKERS if any(part.num_workers and part.persistent_workers for part in loaders) else ""
 

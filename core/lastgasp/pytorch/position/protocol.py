@@ -10,11 +10,23 @@ MAP, STATEFUL, STREAM, ELASTIC = "map", "stateful", "stream", "elastic"
 """How a position is restored, as checkpoints name it: by the sampler, by the loader's state, by drawing again; by what
 all ranks have used together."""
 
+DESCRIBED = {
+    MAP: "a loader of a map-style data set",
+    STATEFUL: "a loader that saves its own position (state_dict)",
+    STREAM: "a loader that can only be read again from its beginning (an iterable data set, or accelerate's)",
+    ELASTIC: "an ElasticLoader",
+}
+"""The same for people."""
 WORKERS = "random numbers that worker processes of a DataLoader draw are not restored"
 CHANGED = (
     "the loader does not give what it gave before: batches of this pass are other ones than those trained on (has the "
     "data set, its seed or its sampler's epoch changed, is its order drawn anew in each process, or does it depend on "
     "the training?)"
+)
+
+PREPARED = (
+    "the loader has been prepared by accelerate since the checkpoint was saved, or is so no more: which pass it is in, "
+    "by which it may shuffle, is not known"
 )
 
 
