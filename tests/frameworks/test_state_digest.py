@@ -100,6 +100,10 @@ def test_the_loss_of_a_ranks_last_batch_does_not_count() -> None:
     assert digests_of({"model": model}, {"optimizer": optimizer}) == before
     state["n_iter"] = 4
     assert digests_of({"model": model}, {"optimizer": optimizer}) != before
+    state["n_iter"], state["scale"] = 3, 0.5
+    scaled = digests_of({"model": model}, {"optimizer": optimizer})
+    state["scale"] = 0.25  # of an optimizer of the user's: ranks that differ in it do not train alike
+    assert digests_of({"model": model}, {"optimizer": optimizer}) != scaled
 
 
 def test_what_is_not_there_yet() -> None:

@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOSS = "prev_loss"
 _CHUNK = 1 << 21
 """Elements that are folded at once: 16 MB of temporary device memory for each of a few operations."""
 # SplitMix64, as signed numbers.
@@ -50,13 +51,15 @@ def _states(optimizers: Iterable[Any]) -> Iterator[Any]:
 def held(optimizer: Any, known: set[int]) -> Iterator[Any]:
     """The parameters of a torch optimizer, but those whose `id` is in `known`, and the state of each, in order.
 
-    A float may be a rank's own: ranks that return to their own step keep LBFGS's loss of its last batch.
+    But LBFGS's loss of its last batch, which is a rank's own where it has returned to its own step, and which the next
+    step does not use.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 yield parameter
-            yield from (leaf for leaf in leaves(optimizer.state.get(parameter, {})) if not isinstance(leaf, float))
+            state = optimizer.state.get(parameter, {})
+            yield from leaves({**state, _LOSS: None} if _LOSS in state else state)
 
 
 def leaves(value: Any) -> Iterator[Any]:
