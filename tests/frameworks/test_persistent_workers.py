@@ -75,6 +75,8 @@ def validating_loop(folder: Path, strike: int | None, drawn: dict[int, float], a
     validated, late, alike = lasting(16), lasting(20), lasting(20)  # of no other test in this process
     with Session.open(folder, state=state) as s:
         for epoch in s.epochs(3):
+            if anew == "epoch":
+                validated = lasting(16)
             for number, _ in s.enumerate(DataLoader(data(), 8, num_workers=1)):
                 if s.step == strike:
                     raise Boom
@@ -93,6 +95,7 @@ def validating_loop(folder: Path, strike: int | None, drawn: dict[int, float], a
     [
         ((1, 2), "", 1), ((3,), "", 0), ((4,), "", 1), ((5, 8), "", 1),
         ((2, 5, 8), "each", 1), ((3, 7), "each", 0), ((2,), "held", 1), ((3,), "held", 0),
+        ((3,), "epoch", 0), ((4,), "epoch", 2), ((6,), "epoch", 0),
     ],
     ids=str,
 )  # fmt: skip

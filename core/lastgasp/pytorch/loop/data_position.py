@@ -17,6 +17,7 @@ import msgspec
 
 from lastgasp.errors import CheckpointError, UsageError
 from lastgasp.pytorch import rng
+from lastgasp.pytorch.loop import other_workers
 from lastgasp.pytorch.loop.data_pass import DataPass, weakly
 from lastgasp.pytorch.loop.position_record import Fixed, Position, Row, decode, encode, started
 from lastgasp.pytorch.position import (
@@ -122,6 +123,7 @@ class DataPosition:
 
     def next_epoch(self, epoch: int) -> bool:
         """`session.epochs` moves on to `epoch`; whether a resumed run is now where it was."""
+        other_workers.epoch_begins()
         self.explicit, self.epoch = True, epoch
         alive = [one for one in self._passes if not (one.over or one.broken)]
         self._clear()
@@ -268,9 +270,9 @@ class DataPosition:
         """Move to the position in `row`."""
         if row.kind != one.kind:
             raise CheckpointError(
-                f"the checkpoint was saved in a pass over {DESCRIBED.get(row.kind, row.kind)}, and this run passes over "
-                f"{DESCRIBED.get(one.kind, one.kind)} there: where it stood in the data cannot be found. Give the "
-                "loaders that were used before, in the same order."
+                f"the checkpoint was saved in a pass over {DESCRIBED.get(row.kind, row.kind)}, and this run passes "
+                f"over {DESCRIBED.get(one.kind, one.kind)} there: where it stood in the data cannot be found. Give "
+                "the loaders that were used before, in the same order."
             )
         one.consumed, one.over, one.sampler, one.again = row.consumed - row.outer, row.over, fixed.sampler, fixed.fetch
         one.first, one.outer = -2 if one.over else -1, row.outer

@@ -34,11 +34,13 @@ class Ran(NamedTuple):
     Args:
         starts: how often workers were started.
         lasting: how many such loaders had been iterated more than once; once: how many others were there.
+        reused: whether any has been, also of those that are not there any more.
     """
 
     starts: int
     lasting: int
     once: int = 0
+    reused: int = 0
 
 
 _given: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -46,8 +48,12 @@ _passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _starts: Counter[str] = Counter()
 _due: Counter[str] = Counter()
 _at_boundary: dict[str, Ran] = {}
-_changed = False
+_changed, _counted = False, 0
 _unsure: Counter[str] = Counter()
+_reused: set[str] = set()
+_epochs = 0
+_early: weakref.WeakSet[Any] | None = None
+"""Which were there when the resumed epoch had ended; None before."""
 _tell: Callable[[str], object] = str
 
 
@@ -67,14 +73,23 @@ def given(loader: Any) -> None:
 
 def step_over() -> None:
     """Everything stands on a boundary."""
-    global _at_boundary, _changed
-    if _changed:
-        _changed = False
+    global _at_boundary, _changed, _counted
+    if _changed or len(_passes) != _counted:  # some are not there any more
+        _changed, _counted = False, len(_passes)
         lasting, once = _alive()
         _at_boundary = {
-            kind: Ran(starts, lasting[kind] + _due[kind], once[kind] + _unsure[kind])
+            kind: Ran(starts, lasting[kind] + _due[kind], once[kind] + _unsure[kind], int(kind in _reused))
             for kind, starts in _starts.items()
         }
+
+
+def epoch_begins() -> None:
+    """Of the numbered epochs of a loop. What is made behind the one that was resumed was not there at the boundary."""
+    global _epochs, _early
+    _epochs += 1
+    if _epochs == 2 and (+_due or +_unsure):
+        found = [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]
+        _early = weakref.WeakSet(filter(_is_known, found))
 
 
 def running() -> dict[str, tuple[int, ...]]:
@@ -88,16 +103,19 @@ def resume(ran: Mapping[str, tuple[int, ...]], tell: Callable[[str], object] = s
     Args:
         tell: is told where random numbers may be other ones.
     """
-    global _at_boundary, _tell
+    global _at_boundary, _tell, _epochs, _early
+    _epochs, _early = 0, None
     if _passes and ran:
         gc.collect()  # of what this process has left, in cycles
     here, _tell = sum(_alive(), Counter[str]()), tell
     _at_boundary = {kind: Ran(*counts) for kind, counts in ran.items()}
-    for known in (_starts, _due, _unsure):
+    for known in (_starts, _due, _unsure, _reused):
         known.clear()
-    for kind, (starts, lasting, once) in _at_boundary.items():
+    for kind, (starts, lasting, once, reused) in _at_boundary.items():
         _starts[kind] = starts
-        unsure = once if starts == lasting + once else 0  # else some were made for one pass, and these as well
+        _reused.update([kind] * reused)
+        # else some were made for one pass, and these as well
+        unsure = once if starts == lasting + once or reused else 0
         _due[kind] = max(0, lasting - here[kind])
         _unsure[kind] = max(0, lasting + unsure - here[kind]) - _due[kind]
 
@@ -117,7 +135,7 @@ def _started(original: Callable[..., None]) -> Callable[..., None]:
         global _changed
         kind = _kind(loader)
         due = _due if _due[kind] else _unsure
-        again = bool(kind) and due[kind] > 0
+        again = bool(kind) and due[kind] > 0 and (_early is None or loader in _early)
         before = torch.get_rng_state() if again else None
         original(self, loader, *args, **options)
         if before is not None:
@@ -141,6 +159,8 @@ def _begun(original: Callable[..., None]) -> Callable[..., None]:
         if _is_known(loader) and loader in _passes:
             _changed = _changed or _passes[loader] < 2
             _passes[loader] += 1
+            if _passes[loader] == 2:
+                _reused.add(_kind(loader))
         original(self, loader, *args, **options)
 
     return begun
