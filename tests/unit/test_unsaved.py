@@ -429,7 +429,7 @@ def trained_by_two(held: HeldGradients, net: nn.Sequential, two: list[SGD], kind
         way(torch.ones(2, 3)).square().sum().backward()
 
     for step in range(8):
-        if kind.startswith("in turn"):  # as most GANs do it; the second pass gives gradients to the first one's parameters, too
+        if kind.startswith("in turn"):  # as GANs do; the second pass gives gradients to the first one's parameters, too
             for one in two:
                 one.zero_grad(set_to_none=kind == "in turn")
                 backward(net)
