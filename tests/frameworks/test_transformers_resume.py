@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
 import torch
 from click.testing import CliRunner
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback
 
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
@@ -409,4 +409,23 @@ def test_a_loader_of_the_scripts_own_has_the_order_that_trainer_alone_gives_it(
     new_process()
     found = trainer(tmp_path / "a", LastGasp(), kind=OwnLoader)
     assert _differences(outcome(found, found.train().training_loss), straight) == []
+    assert REREAD in caplog.text
+
+
+class OwnSampler(Trainer):  # type: ignore[misc,unused-ignore]
+    """The order depends on one random number, and the loader's own generator gives the seed of each pass."""
+
+    def get_train_dataloader(self) -> Any:
+        """Shuffled."""
+        tokens, own = Tokens(12), torch.Generator()
+        return DataLoader(tokens, self.args.train_batch_size, sampler=RandomSampler(tokens), generator=own,
+                          collate_fn=self.data_collator)  # fmt: skip
+
+
+def test_an_order_that_one_number_decides_is_noted_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the second epoch it is that of the first one, as with Trainer alone."""
+    with pytest.raises(InjectedFault):
+        trainer(tmp_path, LastGasp(), Breaks(8), kind=OwnSampler).train()
+    new_process()
+    trainer(tmp_path, LastGasp(), kind=OwnSampler).train()
     assert REREAD in caplog.text

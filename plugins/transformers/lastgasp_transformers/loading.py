@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import DataLoader
 
 from lastgasp.adapter.torch import rng
 
@@ -23,6 +24,11 @@ def reads_of(loader: Any) -> int:
     return 1 if loader.split_batches else int(loader.state.num_processes)
 
 
+def draws_a_seed(loader: Any) -> bool:
+    """Whether each pass over it takes one number of the process's generator, for workers: torch's loaders do."""
+    return isinstance(loader, DataLoader) and loader.generator is None
+
+
 def skip_nothing(original: Any) -> Callable[[Any, int], Any]:
     """In place of Trainer's `skip_first_batches`, where the loader itself begins behind them."""
     return lambda loader, batches: loader
@@ -37,10 +43,12 @@ class Rereading:
     Args:
         began: the random state of this start; None: there is nothing to skip, and reading begins under `due`.
         due: that of the boundary.
+        seeded: as `draws_a_seed`.
     """
 
-    def __init__(self, began: bytes | None, due: bytes, devices: Sequence[torch.device]) -> None:
-        self._began, self._due, self._devices = rng.decode(began or due), rng.decode(due), devices
+    def __init__(self, began: bytes | None, due: bytes, devices: Sequence[torch.device], seeded: bool = True) -> None:
+        self._seeded, self._devices = seeded, devices
+        self._began, self._due = rng.decode(began or due), rng.decode(due)
         rng.restore(self._began, devices)
 
     def end(self) -> bool:
@@ -49,7 +57,8 @@ class Rereading:
         now = random.snapshot()
         rng.restore(self._began, self._devices)
         usual = [random.snapshot()]
-        torch.empty((), dtype=torch.int64).random_()
-        usual.append(random.snapshot())
+        if self._seeded:
+            torch.empty((), dtype=torch.int64).random_()
+            usual.append(random.snapshot())
         rng.restore(self._due, self._devices)
         return now not in usual

@@ -28,7 +28,7 @@ from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
 from lastgasp_transformers.exchanges import Exchanges
 from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
-from lastgasp_transformers.loading import REREAD, Rereading, reads_of, skip_nothing
+from lastgasp_transformers.loading import REREAD, Rereading, draws_a_seed, reads_of, skip_nothing
 from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate, unless_a_gasp_is_written
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
@@ -374,7 +374,8 @@ class Run:
         if own is not None:
             skips = 0 < steps < given["num_update_steps_per_epoch"] and not trainer.args.ignore_data_skip
             due = self.training.recorder.snapshot_rng()
-            self._reread = "" if exact else Rereading(began if skips else None, due, self.state.devices())
+            seeded = draws_a_seed(self._loaders[0])
+            self._reread = "" if exact else Rereading(began if skips else None, due, self.state.devices(), seeded)
         return exact
 
     # -- Trainer's own checkpoints ------------------------------------------------------------------------
