@@ -116,12 +116,17 @@ def test_a_handler_of_the_log_swallows_none(
     monkeypatch.setattr(stop_signals, "LIMIT", 0.1)
     log = logging.Logger("of this test")
     log.addHandler(Loud())
-    with pytest.raises(Stopped, match="SIGUSR1"), signals if inside else nullcontext():
-        if inside:
-            signals.at_once()
-        log.warning("killing rank 1, which hangs")
-        threading.Event().wait(10)
-        pytest.fail("swallowed")
+
+    def wait() -> None:
+        with signals if inside else nullcontext():
+            if inside:
+                signals.at_once()
+            log.warning("killing rank 1, which hangs")
+            threading.Event().wait(10)
+            pytest.fail("swallowed")
+
+    with pytest.raises(Stopped, match="SIGUSR1"):
+        wait()
     with signals:
         pass
 
