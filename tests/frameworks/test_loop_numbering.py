@@ -113,3 +113,33 @@ def test_learning_rates_that_begin_anew_are_named(
     used = train(99)
     assert caplog.text.count(RATES_ANEW) == noted
     assert (used == [rate(step, step // 5, step % 5) for step in range(at, 10)]) is not bool(noted)
+
+
+@pytest.mark.parametrize("at", [4, 9])
+@pytest.mark.parametrize("by_step", [False, True], ids=["by a count of its own", "by the step"])
+def test_learning_rates_that_begin_anew_behind_an_update_are_named(
+    by_step: bool, at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """timm's scheduler is stepped there, with `num_updates` of the loop: the first resumed update has the right one."""
+
+    def train(until: int) -> list[float]:
+        model, used = nn.Linear(4, 3), list[float]()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with Session.open(tmp_path, state=TorchState(model, optimizer), every=1) as s:
+            for epoch in s.epochs(2):
+                updates = 5 * epoch
+                for _ in s.batches(loader()):
+                    if s.step == until:
+                        raise Cut
+                    used.append(optimizer.param_groups[0]["lr"])
+                    optimizer.step()
+                    updates += 1
+                    optimizer.param_groups[0]["lr"] = 0.1 / (1 + (s.step + 1 if by_step else updates))
+        return used
+
+    with pytest.raises(Cut):
+        train(at)
+    assert RATES_ANEW not in caplog.text
+    used = train(99)
+    assert (used == [0.1 / (1 + step) for step in range(at, 10)]) is by_step or at == 9
+    assert caplog.text.count(RATES_ANEW) == (not by_step and at != 9)

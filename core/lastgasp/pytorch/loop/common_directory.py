@@ -5,34 +5,92 @@ Without lastgasp such a job runs: rank 0 alone writes most of what is written.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lastgasp import _clock
+from lastgasp.gasp.again import INCARNATION
 
 log = logging.getLogger("lastgasp")
 
-_agreed: dict[Path, Path] = {}
-"""By the name of this process."""
+LIMIT = 60.0
+"""Seconds to wait for the other ranks; then each keeps its own name, which the controller compares."""
+_SHORTEST, _LONGEST = 0.002, 0.5
+
+
+class Names:
+    """What one process has asked, and heard."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[str, str] = {}
+        self._asked: dict[str, int] = {}
+
+    def known(self, own: str) -> str:
+        """What it was told before for this name; the name itself where it was told nothing."""
+        return self._agreed.get(own, own)
+
+    def common(self, own: str, store: Any, rank: int, size: int, incarnation: str) -> str:
+        """What all ranks take. Rank 0 looks at the names of all and says which one it is.
+
+        Args:
+            store: of the ranks' process group.
+            incarnation: of the job: a new process asks for the first time where the others ask again.
+
+        Raises:
+            TimeoutError: not all have come.
+        """
+        number = self._asked[incarnation] = self._asked.get(incarnation, -1) + 1
+        here = f"lastgasp/{incarnation}/directory/{number}"
+        votes = [f"{here}/{one}" for one in range(size)]
+        store.set(votes[rank], json.dumps([self._agreed.get(own), own]))
+        if rank == 0:
+            _wait(store, votes)
+            found = [json.loads(store.get(vote)) for vote in votes]
+            store.set(here, json.dumps(next((old for old, _ in found if old is not None), found[0][1])))
+        _wait(store, [here])
+        chosen: str = json.loads(store.get(here))
+        if own not in (chosen, *self._agreed):
+            log.warning(
+                "the directory is %s in this process and %s in others: all use the latter. Give it the same name in "
+                "each, without a time or a process id: after a restart, checkpoints are looked for where the script "
+                "says then", own, chosen,
+            )  # fmt: skip
+        self._agreed[own] = self._agreed[chosen] = chosen
+        return chosen
+
+
+_names = Names()
 
 
 def common_directory(own: Path) -> Path:
     """The one that all ranks take: of those who have trained before, else rank 0's. All ranks call this together.
 
-    So a process that has taken the place of a rank comes to where the others are.
+    So a process that has taken the place of a rank comes to where the others are. Asked by the store of the process
+    group: a collective would need the rank's device, which the script may not have set yet.
     """
+    name = str(own)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return own
-    votes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(votes, (_agreed.get(own), own))
-    before, names = [old for old, _ in votes if old is not None], [name for _, name in votes]
-    chosen: Path = (before or names)[0]
-    if own != chosen and own not in _agreed:
-        log.warning(
-            "the directory is %s in this process and %s in others: all use the latter. Give it the same name in each, "
-            "without a time or a process id: after a restart, checkpoints are looked for where the script says then",
-            own, chosen,
-        )  # fmt: skip
-    _agreed[own] = _agreed[chosen] = chosen
-    return chosen
+        return Path(_names.known(name))
+    try:
+        store, incarnation = distributed_c10d._get_default_store(), os.environ.get(INCARNATION, "0")
+        return Path(_names.common(name, store, dist.get_rank(), dist.get_world_size(), incarnation))
+    except Exception as error:  # no store, it is gone, or a rank has not come
+        log.debug("the ranks could not compare their directories", exc_info=error)
+        return Path(_names.known(name))
+
+
+def _wait(store: Any, keys: list[str]) -> None:
+    """By asking again and again: the store's own wait would hold up signals."""
+    deadline, pause = _clock.monotonic() + LIMIT, _SHORTEST
+    while not store.check(keys):
+        if _clock.monotonic() > deadline:
+            raise TimeoutError(f"no {keys[0]} within {LIMIT:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)

@@ -8,17 +8,22 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 RATES_ANEW = (
-    "the loop has set the learning rates of the first update of this epoch again, although others came before this "
-    "one. If it counts its batches or updates anew in a resumed run, it trains with other rates than it would without "
-    "the fault: begin the count with s.step, keep it in TorchState(extra=...), or use s.enumerate(loader)"
+    "the loop has set the learning rates of the first updates of this epoch again, although others came before these. "
+    "If it counts its batches or updates anew in a resumed run, it trains with other rates than it would without the "
+    "fault: begin the count with s.step, keep it in TorchState(extra=...), or use s.enumerate(loader)"
 )
-"""Note of the first update of a resumed run."""
+"""Note of the first updates of a resumed run."""
+_GROUPS = 1000
+"""Of more parameter groups nothing is recorded."""
+_IN_TURN = 2
+"""So many updates may have rates of their own in turn."""
 
 
 class FirstRates:
-    """The learning rates of the first update of an epoch, which a loop that counts anew will set again.
+    """The learning rates of an epoch's first two updates, which a loop that counts anew will set again.
 
-    Nothing is said of rates that come back in the same epoch, as constant and cyclic ones do.
+    Of the first one where it sets them before an update, of the second one where it sets them behind it (timm). Nothing
+    is said of rates that come back in the same epoch, as constant and cyclic ones do.
 
     Args:
         optimizers: the user's.
@@ -26,8 +31,10 @@ class FirstRates:
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self._optimizers = list(optimizers)
-        self._epoch, self._first, self._alone, self._count = -1, list[float](), True, 0
+        self._epoch, self._count = -1, 0
+        self._begin = list[list[float]]()
         self._told: Callable[[str], object] | None = None
+        self._due: list[list[float]] = []
         self._last: list[float] = []
 
     def _rates(self) -> list[float]:
@@ -36,31 +43,38 @@ class FirstRates:
 
     def opens(self, epoch: int) -> None:
         """An update of `epoch` begins."""
-        rates, note, self._told = self._rates(), self._told, None
-        if note is not None and epoch == self._epoch and self._alone and rates == self._first != self._last:
-            note(RATES_ANEW)
+        rates = self._rates()
+        if self._told is not None:
+            self._compare(rates, epoch)
         if epoch != self._epoch:
-            self._epoch, self._first, self._alone, self._count = epoch, rates, True, 0
-        elif rates == self._first:
-            self._alone = False
+            self._epoch, self._begin, self._count = epoch, [], 0
+        for number, one in enumerate(self._begin):
+            if rates == one:
+                self._begin[number] = []  # it has come back
+        if self._count < _IN_TURN:
+            self._begin.append(rates)
         self._count += 1
 
-    def record(self) -> tuple[int, list[float]]:
-        """What `resumed` gets."""
-        return self._epoch, self._first if self._alone and self._count > _IN_TURN else []
+    def _compare(self, rates: list[float], epoch: int) -> None:
+        """An update of a resumed run, with that of a loop that counts anew; the second one may be of a new epoch."""
+        told, first, anew = self._told, len(self._due) == _IN_TURN, self._due.pop(0)
+        if not self._due or (first and epoch != self._epoch):
+            self._told = None
+        if told is not None and (not first or epoch == self._epoch) and anew and rates == anew != self._last:
+            self._told = None
+            told(RATES_ANEW)
+        self._last = rates
 
-    def resumed(self, record: tuple[int, list[float]] | None, note: Callable[[str], object]) -> None:
-        """The state of a checkpoint is loaded; `note` is told if the next update has the rates of the first again."""
-        if record is not None and record[1]:
-            self._epoch, self._first, self._alone, self._count = record[0], list(record[1]), True, _IN_TURN + 1
-            self._last, self._told = self._rates(), note
+    def record(self) -> tuple[int, list[list[float]]]:
+        """What `resumed` gets: rates that may have come in turn are left out."""
+        known = self._count - _IN_TURN
+        return self._epoch, [one if number < known else [] for number, one in enumerate(self._begin)]
 
-
-_GROUPS = 1000
-"""Of more parameter groups nothing is recorded."""
-
-_IN_TURN = 2
-"""So many updates may have rates of their own in turn."""
+    def resumed(self, record: tuple[int, list[list[float]]] | None, note: Callable[[str], object]) -> None:
+        """The state of a checkpoint is loaded; `note` is told if the next updates have the rates of the first again."""
+        if record is not None and any(record[1]):
+            self._epoch, self._begin, self._count = record[0], [*record[1]], 2 * _IN_TURN
+            self._due, self._last, self._told = [*record[1]], self._rates(), note
 
 
 class ScheduleWatch:

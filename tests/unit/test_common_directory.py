@@ -1,0 +1,40 @@
+"""Ranks whose directories have a time or a process id in their names take one."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from lastgasp.pytorch.loop import common_directory
+from lastgasp.pytorch.loop.common_directory import Names
+
+
+def asked(ranks: list[Names], names: list[str], store: HashStore, incarnation: str) -> list[str]:
+    """What each of these ranks is told."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        told = [pool.submit(one.common, names[rank], store, rank, len(ranks), incarnation)
+                for rank, one in enumerate(ranks)]  # fmt: skip
+        return [one.result(60) for one in told]
+
+
+def test_all_take_rank_0s_and_a_new_process_takes_that_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    store, ranks = HashStore(), [Names(), Names(), Names()]
+    with caplog.at_level(logging.WARNING, "lastgasp"):
+        assert asked(ranks, ["a", "b", "b"], store, "0") == ["a", "a", "a"]
+    assert len(caplog.records) == 2
+    assert asked(ranks, ["c", "c", "c"], store, "0") == ["c", "c", "c"]  # another training
+    ranks[0] = Names()  # replaced, so that it asks for the first time
+    assert asked(ranks, ["new", "b", "b"], store, "1") == ["a", "a", "a"]
+    assert asked(ranks[1:], ["b", "b"], store, "2") == ["a", "a"]  # renumbered
+    assert [one.known("b") for one in (ranks[1], Names())] == ["a", "b"]
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common_directory, "LIMIT", 0.05)
+    with pytest.raises(TimeoutError):
+        Names().common("a", HashStore(), 0, 2, "0")
+    with pytest.raises(TimeoutError):
+        Names().common("a", HashStore(), 1, 2, "0")
