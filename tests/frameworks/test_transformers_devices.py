@@ -135,7 +135,8 @@ def test_the_record_of_a_step_under_way_gets_its_loss_when_the_device_has_told_i
     state = SimpleNamespace(sync_gradients=True)
     fake = SimpleNamespace(_tr_loss=total, args=args, _globalstep_last_logged=4, current_flos=7.0,
                            accelerator=SimpleNamespace(gradient_state=state),
-                           lr_scheduler=SimpleNamespace(state_dict=dict), state=SimpleNamespace(log_history=[]))  # fmt: skip
+                           lr_scheduler=SimpleNamespace(state_dict=dict),
+                           state=SimpleNamespace(log_history=[]))  # fmt: skip
     training = Training.__new__(Training)
     vars(training).update(
         trainer=fake, step=5, phase="", recorder=recorder, _losses=sums, _loss=0.75, _ahead=False, _lacking=False,
