@@ -2,7 +2,8 @@
 
 Three fits run at once, each in a process of its own, and hand the turn on after every block of steps, so that
 whatever the machine does meanwhile hits all of them; only the one whose turn it is runs. The clock is that of
-the training thread. The median is taken over the differences between neighbouring blocks.
+the training thread. The median is taken over the differences between neighbouring blocks. The typical fit captures what
+each rank of a job of several ranks does.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ class Shape:
 
 SHAPES = (
     Shape("bare (linear, SGD)", typical=False, target_us=30.0),
-    Shape("typical (batch norm, AdamW, schedule, self.log), captured as in a job of several ranks", typical=True,
-          target_us=40.0),
-)  # fmt: skip
+    Shape("typical (batch norm, AdamW, schedule, self.log)", typical=True, target_us=40.0),
+)
 
 
 @dataclass

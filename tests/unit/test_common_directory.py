@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lastgasp.pytorch.loop import common_directory
-from lastgasp.pytorch.loop.common_directory import Names
+from lastgasp.pytorch import common_directory
+from lastgasp.pytorch.common_directory import Names
 
 
 def asked(ranks: list[Names], names: list[str], store: HashStore, incarnation: str) -> list[str]:

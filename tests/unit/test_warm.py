@@ -317,6 +317,19 @@ def test_temporary_files_that_are_gone_again_are_no_hindrance(tmp_path: Path) ->
     assert [one[0] for one in said] == ["None", "None"] and said[0][1] != said[1][1]
 
 
+@pytest.mark.parametrize("more", ["", "gc.set_threshold(5000)", "gc.disable()"])
+def test_garbage_is_not_looked_for_while_it_imports_and_is_in_ranks_as_ever(more: str, tmp_path: Path) -> None:
+    library(tmp_path, "imported", f"import gc\nthen = gc.get_threshold()[0]\n{more}")
+    script = tmp_path / "says.py"
+    script.write_text("import gc, imported\nprint(imported.then, gc.isenabled(), gc.get_threshold())")
+    with process(tmp_path, "imported") as found:
+        ready(found)
+        rank, out, err = forked(found, tmp_path, str(script))
+        assert rank.wait(PATIENCE) == 0, err.read_text()
+    expected = fresh(tmp_path, str(script)).stdout.split(maxsplit=1)
+    assert expected[0] != "0" and out.read_text().split(maxsplit=1) == ["0", expected[1]]
+
+
 def test_a_temporary_folder_that_only_its_object_knows_is_made_anew_in_each_rank(tmp_path: Path) -> None:
     """As wandb's two, which it makes when it is imported. Each process removes its own at its end, and only that."""
     folders = tmp_path / "temporary"

@@ -19,6 +19,7 @@ from lastgasp.pytorch.buckets import BucketLayout, fits, with_assignment
 from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
+from lastgasp.pytorch.common_directory import common_directory
 from lastgasp.pytorch.compiled import values_of
 from lastgasp.pytorch.elastic.buffers import BufferValue, buffer_values, put_buffers_back
 from lastgasp.pytorch.elastic.exchanges import EXCHANGES, exchanged
@@ -31,7 +32,6 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.from_files import EnteredFromFiles, Files
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
-from lastgasp.pytorch.loop.common_directory import common_directory
 from lastgasp.pytorch.loop.copies import Copies, address
 from lastgasp.pytorch.loop.faults import install_faults
 from lastgasp.pytorch.loop.marks import LoopMarks

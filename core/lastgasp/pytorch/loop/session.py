@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
-from lastgasp.pytorch.loop.common_directory import common_directory
+from lastgasp.pytorch.common_directory import common_directory
 from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.drawn_ahead import DrawnAhead
 from lastgasp.pytorch.loop.inexact import COUNTED, DREW

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lastgasp import _clock
+from lastgasp.config import attempt_in
 from lastgasp.gasp.again import INCARNATION
 
 log = logging.getLogger("lastgasp")
@@ -79,7 +80,8 @@ def common_directory(own: Path) -> Path:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Path(_names.known(name))
     try:
-        store, incarnation = distributed_c10d._get_default_store(), os.environ.get(INCARNATION, "0")
+        incarnation = f"{attempt_in(os.environ)}.{os.environ.get(INCARNATION, '0')}"  # a store may outlive an attempt
+        store: Any = distributed_c10d._get_default_store()
         return Path(_names.common(name, store, dist.get_rank(), dist.get_world_size(), incarnation))
     except Exception as error:  # no store, it is gone, or a rank has not come
         log.debug("the ranks could not compare their directories", exc_info=error)
