@@ -6,6 +6,7 @@ import logging
 import random
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lastgasp.adapter.torch import Unsaved
 from lastgasp.gasp.again import INCARNATION
 from lastgasp.pytorch import ElasticLoader
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp_lightning import again
 from lastgasp_lightning.kept import KeptTrainer
-from lastgasp_lightning.uservalues import values_of
+from lastgasp_lightning.uservalues import unsaved_study, values_of
 
 
 class Net(LightningModule):
@@ -150,6 +152,32 @@ def test_a_trainer_is_renewed_and_its_next_fit_is_that_of_a_new_one(tmp_path: Pa
     trainer_of(tmp_path, Own(), Stopping("error", patience=100)).fit(other, data(), data())
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
     assert stopping.seen == 6
+
+
+def test_buffers_that_training_changes_and_no_checkpoint_holds_are_named() -> None:
+    """A queue of features (MoCo): the fit goes on in place, where no file is read that would say so."""
+    module = Net()
+    module.net.register_buffer("queue", torch.zeros(3), persistent=False)
+    module.net.register_buffer("mask", torch.zeros(3), persistent=False)
+    notes: list[str] = []
+    unsaved = Unsaved(module, [])
+    session = SimpleNamespace(note=notes.append)
+    run = SimpleNamespace(unsaved=unsaved, session=session, note_lost=lambda: None)
+    here: Any = SimpleNamespace(run=run, steps=None)
+    again.LightningAgain.before_dump(here, 5)
+    assert notes == []
+    module.net.queue.add_(1)  # type: ignore[operator]
+    again.LightningAgain.before_dump(here, 5)
+    (note,) = notes
+    assert "(register_buffer(..., persistent=False)): net.queue. A rank that takes another one's place" in note
+
+
+def test_a_study_that_a_callback_reports_to_is_named() -> None:
+    """It begins anew, or another trial of it does: what the epochs before the fault have reported is gone."""
+    callback = type("Pruning", (Callback,), {"__module__": "optuna_integration.pytorch_lightning"})
+    trainer = SimpleNamespace(callbacks=[Own(), type("Adjusted", (callback,), {})()])
+    assert "Optuna's study is in no checkpoint" in unsaved_study(trainer)
+    assert unsaved_study(SimpleNamespace(callbacks=[Own()])) == ""
 
 
 def test_a_hook_that_raises_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,27 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         other.tell(before, told.append, tmp_path)
 
 
+def of_module(share: float, **more: Any) -> AsSet:
+    attention = nn.MultiheadAttention(4, 2, dropout=share)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(share), nn.LayerNorm(4, **more), attention)
+    module[0].started = share  # type: ignore[assignment]
+    return AsSet({}, {}, module=module)
+
+
+def test_settings_of_modules_are_told_and_stay_the_scripts(tmp_path: Path) -> None:
+    """A trial of a sweep with another share of dropout has weights of the same shapes."""
+    before, told = of_module(0.1).values, list[str]()
+    of_module(0.1).tell(before, told.append, tmp_path)
+    assert told == []
+    other = of_module(0.3, eps=1e-3)
+    other.tell(before, told.append)
+    [text] = told
+    assert text.startswith("when the job of the checkpoint began, p of 1 is 0.1 (the script: 0.3); eps of 2 is 1e-05")
+    assert "dropout of 3 is 0.1" in text and text.endswith("Training goes on with the script's")
+    with pytest.raises(CheckpointMismatch, match=r"p of 1 is 0\.1 .* another trial"):
+        other.tell(before, told.append, tmp_path)
+
+
 def test_what_training_changes_does_not_count() -> None:
     optimizer, scheduler = made(0.1)
     state = TorchState(nn.ModuleList(), optimizer, scheduler)

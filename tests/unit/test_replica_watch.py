@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lastgasp.pytorch.loop import outside
 from lastgasp.pytorch.loop.outside import ReplicaWatch
 
 Digests = Callable[[], Mapping[str, bytes]]
@@ -113,3 +115,29 @@ def test_nothing_is_compared_where_ranks_come_to_different_steps_or_it_is_over()
     for rank in (joined, over):
         rank.step()
         assert not rank.asked
+
+
+def test_what_ddp_does_not_average_is_found_in_its_first_step_and_named_as_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers that are unfrozen later: the step that follows may be the last one of a rank that trains its own."""
+    rank, compared = Rank(2, 3), list[Digests | None]()
+    alike = [True]
+
+    def compare(digests: Digests | None = None) -> bool:
+        compared.append(digests)
+        return alike[0]
+
+    rank.watch = ReplicaWatch([], [rank.optimizer], compare, rank.notes.append)
+    rank.watch._models = [object()]  # type: ignore[list-item]
+    monkeypatch.setattr(outside, "_unreduced", lambda _: 2 if rank.own[0] == 0 else 0)
+    rank.step(b"\0\0\1\1")
+    assert [one is None for one in compared] == [False] and rank.notes == []
+    rank.own = (0, 1, 2, 3)
+    rank.step(b"\1\1\1\1")  # unfrozen behind the update: nothing differs yet
+    assert [one is None for one in compared] == [False, True] and rank.notes == []
+    alike[0] = False
+    rank.step(b"\1\1\1\1")
+    assert "2 parameters are trained that were frozen when DDP was made" in rank.notes[0]
+    rank.step(b"\1\1\1\1")
+    assert [one is None for one in compared] == [False, True, True, False]

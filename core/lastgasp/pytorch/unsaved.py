@@ -89,9 +89,19 @@ class Unsaved:
         before = self._modules_before
         return [name for name, value in self._held_modules().items() if before.get(name) not in (None, value)]
 
-    def _values(self) -> Iterator[tuple[str, bytes]]:
+    def buffers(self) -> list[str]:
+        """Names of buffers that do not persist, and that training has changed. As `note`."""
+        try:
+            return [name for name, value in self._buffers() if self._before.get(name) not in (None, value)]
+        except Exception:  # the user's objects, which training may be changing at this moment
+            return []
+
+    def _buffers(self) -> Iterator[tuple[str, bytes]]:
         for place, one in self._module.named_modules():
             yield from _known(place, {name: one._buffers.get(name) for name in one._non_persistent_buffers_set})
+
+    def _values(self) -> Iterator[tuple[str, bytes]]:
+        yield from self._buffers()
         for place, held in self._users():
             yield from _known(place, held)
 

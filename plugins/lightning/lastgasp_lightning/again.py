@@ -230,6 +230,11 @@ def entry_of(trainer: Any) -> Entry | None:
 
 _MODULES = ("a rank that takes another one's place begins with the script's modules in {}, which training has changed: "
             "only those that are part of the LightningModule are handed over")  # fmt: skip
+_BUFFERS = (
+    "training changes buffers that do not persist (register_buffer(..., persistent=False)): {}. A rank that takes "
+    "another one's place begins with the script's, from which DDP gives those of rank 0 to all, and one that stays may "
+    "have the repeated step twice. Have them persist"
+)
 
 
 class LightningAgain(AgainHere):
@@ -303,6 +308,9 @@ class LightningAgain(AgainHere):
     def before_dump(self, step: int) -> None:
         """Plain values of this step are put back first, so that `state_dict` methods have them."""
         self.run.note_lost()
+        if names := self.run.unsaved.buffers() if self.run.unsaved is not None else []:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            self.run.session.note(_BUFFERS.format(", ".join(names[:4]) + more))
         values = self.steps
         found = values.of(step) if values is not None else None
         if found is not None:

@@ -62,7 +62,7 @@ from lastgasp_lightning.selection import LightningSelector
 from lastgasp_lightning.state import KEY, LightningState
 from lastgasp_lightning.thisfit import ThisFit
 from lastgasp_lightning.tuner import Tuning
-from lastgasp_lightning.uservalues import unsaved_of
+from lastgasp_lightning.uservalues import unsaved_of, unsaved_study
 
 if TYPE_CHECKING:
     from lastgasp_lightning.sharded import LightningShards
@@ -88,7 +88,7 @@ class LightningRun(Training):
         self.raised: BaseException | None = None
         held = self.entry.take() if self.entry is not None else None
         self.users_handler = users_handler(held)
-        self.fit = fit = ThisFit(trainer, config.directory)
+        self.fit = fit = ThisFit(trainer, config.directory, held is not None)
         self.state = LightningState(trainer, self.fit)
         self.elastic = self.state.position.elastic
         self.resume, self.carried = Resume(self.state), CarriedValues(self)
@@ -374,7 +374,8 @@ class LightningRun(Training):
 
     def not_saved(self, carried: frozenset[str] = frozenset()) -> str:
         """As `Unsaved.note`."""
-        return self.unsaved.note(carried) if self.unsaved is not None else ""
+        found = self.unsaved.note(carried) if self.unsaved is not None else "", unsaved_study(self.trainer)
+        return "; ".join(filter(None, found))
 
     def note_unsaved(self, carried: frozenset[str] = frozenset()) -> None:
         """A gasp is written, with which a new process is to begin: note what it does not have."""

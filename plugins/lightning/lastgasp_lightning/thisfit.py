@@ -19,6 +19,9 @@ log = logging.getLogger("lastgasp")
 class ThisFit:
     """Made in `setup` of each fit but a tuner's.
 
+    Args:
+        entered: this process was in the same fit before (recovery in place).
+
     Attributes:
         settings: of optimizers and schedulers, as the script sets them; None until they are there.
         note: gets what people must know (`Session.note`).
@@ -29,8 +32,8 @@ class ThisFit:
         ConfigError: fit 0 resumed from a checkpoint that may be of any fit.
     """
 
-    def __init__(self, trainer: Any, directory: Path) -> None:
-        self._trainer, self._directory = trainer, directory
+    def __init__(self, trainer: Any, directory: Path, entered: bool = False) -> None:
+        self._trainer, self._directory, self._entered = trainer, directory, entered
         broken_off = FITS.interrupted(directory)
         before, again = FITS.coming(directory) - 1, FITS.trains_again(directory)
         self.fit = Fit(number=FITS.begin(directory, trainer.lightning_module))
@@ -85,7 +88,9 @@ class ThisFit:
         """
         if self.settings is None:
             schedulers = [one.scheduler for one in self._trainer.lr_scheduler_configs]
-            self.settings = AsSet(_named("optimizer", self._trainer.optimizers), _named("scheduler", schedulers))
+            module = None if self._entered else self._trainer.lightning_module  # as training has left it there
+            self.settings = AsSet(_named("optimizer", self._trainer.optimizers), _named("scheduler", schedulers),
+                                  module=module)  # fmt: skip
             self.settings.tell(self._set, self.note, self._trial)
         self.fit = msgspec.structs.replace(self.fit, optimizer=fingerprints.of_optimizers(self._trainer.optimizers))
         self._compare(self._saved)

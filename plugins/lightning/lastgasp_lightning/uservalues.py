@@ -89,6 +89,18 @@ def unsaved_of(trainer: Any) -> Unsaved:
     return Unsaved(trainer.lightning_module, roots, "get_extra_state of modules, or state_dict of callbacks,")
 
 
+_STUDY = (
+    "Optuna's study is in no checkpoint: in a process that begins anew, the trial has reported only the epochs from "
+    "there on, and pruning may decide otherwise"
+)
+
+
+def unsaved_study(trainer: Any) -> str:
+    """What to note of Optuna's pruning callbacks, which report to the study of the process; empty without one."""
+    modules = {base.__module__.partition(".")[0] for one in trainer.callbacks for base in type(one).__mro__}
+    return _STUDY if modules & {"optuna", "optuna_integration"} else ""
+
+
 def unsaved_roots(trainer: Any) -> list[Root]:
     """Those of objects without methods of their own that save them, as the end of a step has them.
 

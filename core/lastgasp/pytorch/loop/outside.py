@@ -180,6 +180,10 @@ def require_same(state: TorchState, gather: Gather) -> None:
     require_same_names(found)
 
 
+_LOOKS = 2
+"""Ends of steps at which parameters that are trained later are compared: at the first their update may be to come."""
+
+
 class ReplicaWatch:
     """Has ranks compare once more what they hold, where training may have made replicas differ.
 
@@ -208,7 +212,7 @@ class ReplicaWatch:
         self._compare, self._note, self._uneven = compare, note, uneven
         self._models = [found for model in models if (found := ddp_of(model)) is not None]
         self._optimizers = list(optimizers)
-        self._before, self._missing, self._trained = b"", 0, 0
+        self._before, self._missing, self._looks, self._trained = b"", 0, 0, 0
         self._handles = [one.register_step_post_hook(self._first) for one in self._optimizers]
         self._updated = self._made = False
 
@@ -226,17 +230,25 @@ class ReplicaWatch:
         Args:
             frozen: which parameters are trained (`Flags.take`).
         """
-        if self._missing:
-            if not self._compare():
-                self._note(f"{self._missing} parameters are trained that were frozen when DDP was made, which does not "
-                           "average their gradients: each rank trains a model of its own. Unfreeze them before DDP is "
-                           "made")  # fmt: skip
-            self._missing = 0
+        other, more = frozen != self._before, False
+        if other:
+            more, self._before = self._more(frozen), frozen
+            self._missing = sum(map(_unreduced, self._models))
+            self._looks = _LOOKS if self._missing else 0
+        if self._looks:
+            self._looks -= 1
+            self._parameters()
         if self._updated or self._made:
             self._states()
-        if frozen != self._before:
-            self._made, self._before = self._more(frozen), frozen
-            self._missing = sum(map(_unreduced, self._models))
+        if other:
+            self._made = more
+
+    def _parameters(self) -> None:
+        if not self._compare():
+            self._looks = 0
+            self._note(f"{self._missing} parameters are trained that were frozen when DDP was made, which does not "
+                       "average their gradients: each rank trains a model of its own. Unfreeze them before DDP is "
+                       "made")  # fmt: skip
 
     def _more(self, frozen: bytes) -> bool:
         """Whether parameters are trained that were not before: optimizers make a state for them."""

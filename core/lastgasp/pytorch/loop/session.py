@@ -242,7 +242,7 @@ class Session:
         run.book.by_hand = True
         run.complete(number)
         if not run.book.gave:
-            run.unknown_loaders.step_over()
+            run.unknown_loaders.step_over(run.state.extra.values(), run.step)
         self._ahead.step_over()
         return True
 

@@ -134,7 +134,7 @@ class TorchState:
         self.flags, self.extra_states = Flags(self.container, self.engine is None), ExtraStates(self.container)
         called = [{parts.label(name): one for name, one in parts.items.items()}
                   for parts in (self.optimizers, self.schedulers)]  # fmt: skip
-        self.as_set = AsSet(called[0], called[1], "in the body of the loop over batches")
+        self.as_set = AsSet(called[0], called[1], "in the body of the loop over batches", self.container)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
         spread = any(hasattr(p, "device_mesh") for p in self.container.parameters())
         self.partitioned = any(map(is_zero, self.optimizers.values()))
