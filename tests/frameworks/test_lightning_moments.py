@@ -10,7 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -216,6 +216,42 @@ def test_what_is_frozen_and_the_random_numbers_of_a_data_set_go_on(tmp_path: Pat
     changing(job, step)
     resumed = changing(job, None)
     assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
+
+
+class Finetuning(BaseFinetuning):
+    """Of a layer and a norm, as Lightning's documents have it: norms stay out of the optimizer."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:2], train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer, train_bn=False)
+
+
+class Head(Small):
+    """Trains what is not frozen."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def finetuned(job: Job, strike: int | None) -> dict[str, Tensor]:
+    job.restart()
+    seed(7)
+    model = Head()
+    fit(job.make(Finetuning(), strike=strike), model)
+    return weights(model)
+
+
+@pytest.mark.parametrize("step", [3, 8])
+def test_norms_that_finetuning_has_unfrozen_go_on_with_their_statistics(tmp_path: Path, step: int) -> None:
+    straight = finetuned(Job(tmp_path / "straight"), None)
+    job = Job(tmp_path / "faulted")
+    finetuned(job, step)
+    resumed = finetuned(job, None)
+    assert [n for n in straight if not torch.equal(straight[n], resumed[n])] == []
+    assert straight["net.1.num_batches_tracked"] == 6
 
 
 class Momentum(Small):

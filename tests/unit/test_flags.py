@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,3 +22,18 @@ def test_a_model_that_the_loop_itself_puts_into_training_mode_is_no_news(
     flags.restore(saved)
     assert model.training and model[0].training and model[1].training
     assert ("model.0 is in training mode" in caplog.text) is bool(part)
+
+
+def test_norms_follow_their_statistics_as_they_did(caplog: pytest.LogCaptureFixture) -> None:
+    """BaseFinetuning has them do so when it unfreezes them, and not in a process that resumes later."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1), torch.nn.BatchNorm1d(1))
+    model[2].track_running_stats = False
+    flags = Flags(model)
+    saved = flags.record(flags.take())
+    assert (saved["untracked"], saved["evaluating"]) == (["2"], [])
+    model[1].track_running_stats, model[2].track_running_stats = False, True
+    flags.restore({name: row for name, row in saved.items() if name != "untracked"})  # of an earlier version
+    assert (model[1].track_running_stats, caplog.text) == (False, "")
+    flags.restore(saved)
+    assert (model[1].track_running_stats, model[2].track_running_stats) == (True, False)
+    assert "1 follows running statistics; 2 does not follow running statistics" in caplog.text

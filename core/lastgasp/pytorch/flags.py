@@ -1,6 +1,7 @@
 """Which parameters are trained, and which modules evaluate: scripts change both in the middle of training.
 
 No `state_dict` has it. A script that unfreezes layers in epoch 3 does not do so again when it is resumed in epoch 4.
+The same of whether norms follow their running statistics, which Lightning's BaseFinetuning sets as it (un)freezes them.
 The same of which parameters have a gradient, though it be zeros: an optimizer changes these alone.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from operator import attrgetter
+from operator import attrgetter, truth
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 log = logging.getLogger("lastgasp")
 
-_TRAINED, _MODE = attrgetter("requires_grad"), attrgetter("training")
+_TRAINED, _MODE, _TRACKS = attrgetter("requires_grad"), attrgetter("training"), attrgetter("track_running_stats")
 
 
 class Flags:
@@ -32,15 +33,17 @@ class Flags:
     def __init__(self, module: nn.Module, gradients: bool = False) -> None:
         parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
         self._parameters, self._modules = list(parameters.values()), list(modules.values())
+        self._norms = {name: one for name, one in modules.items() if hasattr(one, "track_running_stats")}
         self._names, self._gradients, self._found = (list(parameters), list(modules)), gradients, False
 
     def take(self) -> tuple[bytes, bytes, bytes]:
-        """As they stand: one byte each. Some 30 ns for each of them, and 80 ns for each gradient.
+        """As they stand: one byte each, those of norms behind those of modules. Some 30 ns each, 80 ns for a gradient.
 
         No gradients where the last step has found none, since then the next one will not either.
         """
         graded = self.graded() if self._found else bytes(len(self._parameters))
-        return bytes(map(_TRAINED, self._parameters)), bytes(map(_MODE, self._modules)), graded
+        tracking = bytes(map(truth, map(_TRACKS, self._norms.values())))
+        return bytes(map(_TRAINED, self._parameters)), bytes(map(_MODE, self._modules)) + tracking, graded
 
     def look(self) -> bytes:
         """A step begins: which parameters have a gradient now."""
@@ -56,12 +59,11 @@ class Flags:
 
     def record(self, taken: tuple[bytes, bytes, bytes]) -> dict[str, list[str]]:
         """What goes into a checkpoint: names of parameters that are frozen, of those with gradients, and of modules."""
-        frozen, evaluating = (
-            [name for name, on in zip(names, row, strict=True) if not on]
-            for names, row in zip(self._names, taken[:2], strict=True)
-        )
+        count = len(self._modules)
+        rows = (self._names[0], taken[0]), (self._names[1], taken[1][:count]), (list(self._norms), taken[1][count:])
+        frozen, evaluating, untracked = ([name for name, on in zip(*row, strict=True) if not on] for row in rows)
         graded = [name for name, on in zip(self._names[0], taken[2], strict=False) if on]
-        return {"frozen": frozen, "evaluating": evaluating, "graded": graded}
+        return {"frozen": frozen, "evaluating": evaluating, "graded": graded, "untracked": untracked}
 
     def restore(self, record: Mapping[str, Any] | None, tell: bool = True) -> None:
         """Have them be as recorded; None leaves them alone. Gradients that are missing become zeros.
@@ -87,6 +89,11 @@ class Flags:
                 module.training = name not in evaluating
                 mode = "training" if module.training else "evaluation"
                 changed += [] if whole else [f"{name or 'the model'} is in {mode} mode"]
+        for name, one in self._norms.items() if "untracked" in record else ():
+            if truth(one.track_running_stats) != (name not in record["untracked"]):
+                one.track_running_stats = name not in record["untracked"]
+                does = "follows" if one.track_running_stats else "does not follow"
+                changed.append(f"{name or 'the model'} {does} running statistics")
         if changed and tell and os.environ.get("RANK", "0") == "0":
             what = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             log.warning("as when the checkpoint was saved, not as the script has set it: %s", what)
