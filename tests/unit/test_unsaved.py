@@ -104,6 +104,15 @@ def test_what_is_saved_or_nobodys_is_not() -> None:
     assert "and 2 more" in unsaved.note()
 
 
+def test_a_share_of_dropout_that_training_lowers_is_named() -> None:
+    """It is no weight, and a process that begins anew has the script's until it is lowered again."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2))
+    unsaved = Unsaved(module)
+    assert (unsaved.settings(), unsaved.note()) == ([], "")
+    module[1].p = 0.4  # type: ignore[assignment]
+    assert unsaved.settings() == ["1.p"] and "beside their state: 1.p. No checkpoint" in unsaved.note()
+
+
 class Counts:
     """No module."""
 

@@ -92,10 +92,15 @@ def _some(rows: list[str]) -> str:
 def _of_modules(module: nn.Module | None) -> Iterable[tuple[str, Any]]:
     found = list(module.named_modules()) if module is not None else []
     for place, one in found if len(found) <= _MODULES else ():
-        if type(one).__module__.startswith("torch.nn."):
-            own = (*getattr(type(one), "__constants__", ()), "dropout")  # of attention
-            known = [(name, vars(one).get(name)) for name in own]
-            yield from ((f"{name} of {place}", value) for name, value in known if type(value) is float)
+        yield from ((f"{name} of {place}", value) for name, value in settings_of(one).items())
+
+
+def settings_of(module: nn.Module) -> dict[str, float]:
+    """Those of one of torch's own modules that are no sizes: the share of dropout, the momentum of a norm."""
+    if not type(module).__module__.startswith("torch.nn."):
+        return {}
+    known = {name: vars(module).get(name) for name in (*getattr(type(module), "__constants__", ()), "dropout")}
+    return {name: value for name, value in known.items() if type(value) is float}
 
 
 def _plain(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

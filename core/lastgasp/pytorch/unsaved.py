@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torch.utils.hooks import RemovableHandle
 
+from lastgasp.pytorch.as_set import settings_of
 from lastgasp.pytorch.extrastate import has_extra_state
 from lastgasp.pytorch.held_modules import HeldModules
 from lastgasp.pytorch.uservalues import Root, is_users
@@ -96,12 +97,24 @@ class Unsaved:
         except Exception:  # the user's objects, which training may be changing at this moment
             return []
 
+    def settings(self) -> list[str]:
+        """Names of settings of torch's own modules that training has changed (the share of dropout). As `note`."""
+        try:
+            return [name for name, value in self._settings() if self._before.get(name) not in (None, value)]
+        except Exception:  # as above
+            return []
+
+    def _settings(self) -> Iterator[tuple[str, bytes]]:
+        for place, one in self._module.named_modules():
+            yield from _known(place, settings_of(one))
+
     def _buffers(self) -> Iterator[tuple[str, bytes]]:
         for place, one in self._module.named_modules():
             yield from _known(place, {name: one._buffers.get(name) for name in one._non_persistent_buffers_set})
 
     def _values(self) -> Iterator[tuple[str, bytes]]:
         yield from self._buffers()
+        yield from self._settings()
         for place, held in self._users():
             yield from _known(place, held)
 

@@ -235,6 +235,7 @@ _BUFFERS = (
     "another one's place begins with the script's, from which DDP gives those of rank 0 to all, and one that stays may "
     "have the repeated step twice. Have them persist"
 )
+_SETTINGS = "a rank that takes another one's place begins with the script's settings, which training has changed: {}"
 
 
 class LightningAgain(AgainHere):
@@ -320,8 +321,10 @@ class LightningAgain(AgainHere):
     def values(self, gives: bool = True) -> bytes:
         """Those of this rank."""
         kept, unsaved = self._kept, self.run.unsaved
-        if names := unsaved.modules() if unsaved is not None and gives else []:
-            self.run.session.note(_MODULES.format(", ".join(names)))
+        if unsaved is not None and gives:
+            for text, names in ((_MODULES, unsaved.modules()), (_SETTINGS, unsaved.settings())):
+                if names:
+                    self.run.session.note(text.format(", ".join(names)))
         try:
             return packed(kept.roots, kept.left_out, self.run.carried.places) if kept is not None else b""
         except Exception as error:  # an object of the user's that cannot be pickled
