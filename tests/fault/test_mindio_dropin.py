@@ -264,13 +264,15 @@ DUMPED = ("", "nothing_to_save")
          [DOWN, ("", "saved")], "7"),
         (["kind=exception,rank=1,step=7,phase=forward,incarnation=1", fault("sigkill", 3, 5, "backward")], "",
          [DOWN, ("", "saved")], "7"),
+        ([fault("sleep:300", 1, 5, "forward"), fault("sigkill", 3, 5, "backward")], "", [DOWN, DUMPED], "5"),
     ],
-    ids=["leave_out", "stop", "take_in", "repair", "rollback", "rank 0", "killed with fewer", "raises with fewer"],
+    ids=["leave_out", "stop", "take_in", "repair", "rollback", "rank 0", "killed with fewer", "raises with fewer",
+         "stays in its step"],
 )  # fmt: skip
 def test_what_fewer_ranks_cannot_answer_is_a_restart_without_a_loss(
     faults: list[str], dies: str, told: list[tuple[str, str]], begin: str, tmp_path: Path, reference: References_
 ) -> None:
-    """Another rank dies in a handler, or later; rank 0 is lost: the job restarts with all from the newest step."""
+    """Another rank dies in a handler, or later, or does not leave its step; rank 0 is lost: all begin with the newest."""
     job = DropInJob(tmp_path)
     with job.running(";".join(faults), "retry,recover,zit", dies, warm=False, gate=GATE) as started:
         if UP in told:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingWarmRestarts, CyclicLR
 
 from frameworks.loop_rig import Cut, NewProcesses, in_process, loader
 from lastgasp.pytorch import Session, TorchState
-from lastgasp.pytorch.loop.numbering import NUMBERS
+from lastgasp.pytorch.loop.numbering import NUMBERS, numbered_anew
 from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.schedules import RATES_ANEW
 
@@ -71,6 +72,25 @@ def test_a_loop_that_numbers_its_batches_itself_is_named(
     assert NUMBERS not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("number", "before", "batches", "step", "noted"),
+    [
+        (0, 3, 5, 3, True),
+        (1, 3, 5, 3, True),
+        (10, 3, 5, 13, True),  # over all passes, from the first batch of this one
+        (13, 3, 5, 13, False),
+        (8, 3, 0, 8, False),  # by the step, in a later pass over a stream
+        (9, 3, 0, 8, False),
+        (5, 2, 5, 5, False),  # by the step, where the pass before was left early
+        (12, 2, 5, 6, False),  # by a count of its own, where it was
+    ],
+)
+def test_only_a_number_that_begins_anew_is_noted(
+    number: int, before: int, batches: int, step: int, noted: bool
+) -> None:
+    assert bool(numbered_anew(number, before, batches, step)) is noted
+
+
 def anew(step: int, epoch: int, count: int) -> float:
     return 0.1 / (1 + 5 * epoch + count)
 
@@ -81,6 +101,7 @@ RATES: dict[str, tuple[Callable[[int, int, int], float], int]] = {
     "constant": (lambda step, epoch, count: 0.1, 0),
     "of the epoch": (lambda step, epoch, count: 0.1 / (1 + epoch), 0),
     "in turn": (lambda step, epoch, count: 0.1 / (1 + step % 2), 0),
+    "down and up": (lambda step, epoch, count: (0.05, 0.04, 0.03, 0.02, 0.03, 0.04)[step % 6], 0),
 }
 """How the loop sets its learning rate, from the step, the epoch and a count of its own; whether a resume notes it."""
 
@@ -113,6 +134,62 @@ def test_learning_rates_that_begin_anew_are_named(
     used = train(99)
     assert caplog.text.count(RATES_ANEW) == noted
     assert (used == [rate(step, step // 5, step % 5) for step in range(at, 10)]) is not bool(noted)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4),
+    "chained": lambda optimizer: ChainedScheduler([CosineAnnealingWarmRestarts(optimizer, 4)]),
+    "triangle": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=1, step_size_down=3),
+}
+
+
+@pytest.mark.parametrize("at", [4, 9])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_scheduler_that_comes_back_to_its_first_rates_is_not_named(
+    kind: str, at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut where it does so for the first time in the epoch."""
+
+    def train(until: int) -> None:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = SCHEDULES[kind](optimizer)
+        with Session.open(tmp_path, state=TorchState(model, optimizer, scheduler), every=1) as s:
+            for _ in s.epochs(2):
+                for _ in s.batches(loader()):
+                    if s.step == until:
+                        raise Cut
+                    optimizer.step()
+                    scheduler.step()
+
+    with pytest.raises(Cut):
+        train(at)
+    train(99)
+    assert RATES_ANEW not in caplog.text
+
+
+def test_a_scheduler_that_gets_a_count_of_the_loops_own_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch's documentation has it of CosineAnnealingWarmRestarts."""
+
+    def train(until: int) -> None:
+        model = nn.Linear(4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = CosineAnnealingWarmRestarts(optimizer, 3)
+        with Session.open(tmp_path, state=TorchState(model, optimizer, scheduler), every=1) as s:
+            for epoch in s.epochs(2):
+                counts = iter(range(5))
+                for _ in s.batches(loader()):
+                    if s.step == until:
+                        raise Cut
+                    scheduler.step(epoch + next(counts) / 5)
+                    optimizer.step()
+
+    with pytest.raises(Cut):
+        train(3)
+    train(99)
+    assert caplog.text.count(RATES_ANEW) == 1
 
 
 @pytest.mark.parametrize("at", [4, 9])

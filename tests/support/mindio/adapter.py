@@ -49,14 +49,12 @@ from mindio_ttp.framework_ttp.ttp_decorator import (  # type: ignore[import-not-
 
 from lastgasp.pytorch.cut import cut_connections
 from lastgasp.pytorch.drop_groups import drop_groups
-from support.mindio.replicated import ReplicatedOptimizer
+from support.mindio.replicated import STOPPED, ReplicatedOptimizer
 
 __all__ = ["start", "tft_end_updating_os", "tft_pause_train", "tft_start_updating_os"]
 MODEL, OPTIMIZER, SCHEDULER, DATA = 1, 2, 3, 4
 """Positions in the arguments of `train`."""
 _pids: list[int] = []
-_stopped = threading.Event()
-"""The device was stopped since the training function was entered."""
 _there: list[int] = []
 """The ranks that are there; empty: all."""
 _rebuilt = False
@@ -161,7 +159,7 @@ def rename(step: int, train_args: Any) -> None:
 def stop(train_args: Any, ctx: Any) -> None:
     """`stop_device`, on a CPU: collectives that hang raise."""
     note("stop")
-    _stopped.set()
+    STOPPED.set()
     cut_connections(_pids)
 
 
@@ -314,7 +312,7 @@ def wait_for_go(step: int) -> None:
     """Where a fault may come only then, the job waits for a file: behind each step of `JOB_WAITS` for another one."""
     for gate in os.environ.get("JOB_WAITS", "").split():
         while step >= int(gate) and not (directory().parent / f"go-{gate}").exists():
-            if _stopped.wait(0.01):
+            if STOPPED.wait(0.01):
                 raise RuntimeError("FORCE STOP")
 
 
@@ -325,7 +323,7 @@ def _number(path: Path) -> float:
 
 def begin() -> None:
     """The training function is entered."""
-    _stopped.clear()
+    STOPPED.clear()
 
 
 def note(what: str, *more: Any) -> None:

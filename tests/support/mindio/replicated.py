@@ -7,6 +7,8 @@ too. Gradients are summed in double precision: there the order of the few summan
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 REPLICAS = 2
+STOPPED = threading.Event()
+"""The device was stopped since the training function was entered."""
+LOOK, RAISES = 0.0005, 1.0
+"""Seconds between two looks at a collective; and for it to raise by itself once the device was stopped."""
+
+
+def finish(work: Any) -> None:
+    """Wait for a collective as on a device that can be stopped: the training thread leaves it then.
+
+    One that gloo begins while its connections are being cut may miss that, and waits for the group's timeout then, half
+    an hour, in one of gloo's threads. It has no connection any more that could be cut.
+
+    Raises:
+        RuntimeError: what it raises; or it was left.
+    """
+    until = None
+    while not work.is_completed() and threading.current_thread() is threading.main_thread():
+        until = time.monotonic() + RAISES if until is None and STOPPED.is_set() else until
+        if until is not None and time.monotonic() > until:
+            raise RuntimeError("FORCE STOP")
+        time.sleep(LOOK)
+    work.wait()
 
 
 class Net(nn.Module):
@@ -100,7 +124,7 @@ class ReplicatedOptimizer:
     def step(self, faults: Callable[[str], None]) -> None:
         """One update: gradients of all, the local update, weights of all parts."""
         if self.micros > 1:
-            dist.all_reduce(self.total, group=self.all)
+            finish(dist.all_reduce(self.total, group=self.all, async_op=True))
         self.net.grads.copy_(self.total / self.micros)
         self.total.zero_()
         faults("before_update")
@@ -123,7 +147,7 @@ class ReplicatedOptimizer:
         padded[: self.main.numel()] = self.main.detach()
         for ranks, group in self.groups.items():
             found = [torch.zeros(self.size) for _ in range(self.parts)]
-            dist.all_gather(found, padded, group=group)
+            finish(dist.all_gather(found, padded, group=group, async_op=True))
             by_part = [value for _, value in sorted(zip((rank % self.parts for rank in ranks), found, strict=True),
                                                     key=lambda pair: pair[0])]  # fmt: skip
             self.net.flat.copy_(torch.cat(by_part)[: self.net.flat.numel()])

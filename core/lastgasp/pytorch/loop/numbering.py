@@ -17,14 +17,17 @@ NUMBERS = (
 """Said when such a loop begins."""
 
 
-def numbered_anew(number: int, before: int, batches: int) -> str:
-    """What to note of a resumed pass, to whose first batch the loop gives `number`; empty if that is right.
+def numbered_anew(number: int, before: int, batches: int, step: int) -> str:
+    """What to note of a resumed pass, to whose first batch the loop gives `number`; empty if that may be right.
 
     Args:
         before: how many batches of the pass came before it; batches: how many a pass has, 0 if nobody knows.
+        step: the loop's, by which it may count.
     """
     ahead = number - before
     if ahead in (0, 1) or (batches and ahead % batches == 0):  # counted from 0, from 1, or over all passes
+        return ""
+    if ahead > 1 and (number - step in (0, 1) or not batches or number % batches > 1):  # over passes of any length
         return ""
     return (
         f"this loop numbers its batches with enumerate(), which calls the first one of the resumed pass {number}, "

@@ -23,14 +23,16 @@ class FirstRates:
     """The learning rates of an epoch's first two updates, which a loop that counts anew will set again.
 
     Of the first one where it sets them before an update, of the second one where it sets them behind it (timm). Nothing
-    is said of rates that come back in the same epoch, as constant and cyclic ones do.
+    is said of rates that come back in the same epoch, as constant and cyclic ones do, nor of those of a scheduler that
+    has been stepped on from where it was.
 
     Args:
-        optimizers: the user's.
+        optimizers, schedulers: the user's.
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
-        self._optimizers = list(optimizers)
+    def __init__(self, optimizers: Iterable[Any], schedulers: Iterable[Any] = ()) -> None:
+        self._optimizers, self._schedulers = list(optimizers), list(schedulers)
+        self._counts = list[int]()
         self._epoch, self._count = -1, 0
         self._begin = list[list[float]]()
         self._told: Callable[[str], object] | None = None
@@ -58,12 +60,18 @@ class FirstRates:
     def _compare(self, rates: list[float], epoch: int) -> None:
         """An update of a resumed run, with that of a loop that counts anew; the second one may be of a new epoch."""
         told, first, anew = self._told, len(self._due) == _IN_TURN, self._due.pop(0)
-        if not self._due or (first and epoch != self._epoch):
+        if not self._due or (first and (epoch != self._epoch or rates != self._last)):  # behind updates nothing is set
             self._told = None
-        if told is not None and (not first or epoch == self._epoch) and anew and rates == anew != self._last:
+        if told is not None and (not first or epoch == self._epoch) and anew and rates == anew:
             self._told = None
-            told(RATES_ANEW)
+            if rates != self._last and not self._goes_on():  # else it is where it was, or what the schedule gives
+                told(RATES_ANEW)
         self._last = rates
+
+    def _goes_on(self) -> bool:
+        """Whether a scheduler has been stepped since, and has set the rates."""
+        stepped = [one for one, before in zip(self._schedulers, self._counts, strict=True) if _last_epoch(one) > before]
+        return any(_set_by(one) for one in stepped)
 
     def record(self) -> tuple[int, list[list[float]]]:
         """What `resumed` gets: rates that may have come in turn are left out."""
@@ -75,6 +83,7 @@ class FirstRates:
         if record is not None and any(record[1]):
             self._epoch, self._begin, self._count = record[0], [*record[1]], 2 * _IN_TURN
             self._due, self._last, self._told = [*record[1]], self._rates(), note
+            self._counts = [_last_epoch(one) for one in self._schedulers]
 
 
 class ScheduleWatch:
@@ -89,7 +98,7 @@ class ScheduleWatch:
 
     def __init__(self, schedulers: Iterable[Any], optimizers: Iterable[Any] = ()) -> None:
         self._schedulers = list(schedulers)
-        self.rates = FirstRates(optimizers)
+        self.rates = FirstRates(optimizers, self._schedulers)
         self._before = self._counts()
         self._usual = [0] * len(self._schedulers)
 
@@ -123,3 +132,16 @@ def _count(scheduler: Any) -> int:
             break
         scheduler = chained[0]
     return int(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0)))
+
+
+def _last_epoch(scheduler: Any) -> int:
+    """Its own count, which `step(epoch)` sets; of a ChainedScheduler that of the first one."""
+    while not hasattr(scheduler, "last_epoch") and (chained := getattr(scheduler, "_schedulers", None)):
+        scheduler = chained[0]
+    return int(getattr(scheduler, "last_epoch", 0))
+
+
+def _set_by(scheduler: Any) -> bool:
+    """Whether the rates of its optimizer are those that it has set last."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    return bool(groups) and [group.get("lr") for group in groups] == list(getattr(scheduler, "_last_lr", ()))

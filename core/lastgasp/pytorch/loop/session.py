@@ -356,7 +356,7 @@ class BatchIterator(Iterator[T]):
             if not one.consumed:
                 if run.rank == 0:
                     log.warning(NUMBERS)
-            elif note := numbered_anew(number, one.consumed, length_hint(one.loader)):
+            elif note := numbered_anew(number, one.consumed, length_hint(one.loader), self._session.step):
                 run.engine.note(note)
 
     def __del__(self) -> None:
