@@ -35,6 +35,15 @@ def test_all_take_rank_0s_and_a_new_process_takes_that_of_the_others(caplog: pyt
 def test_a_rank_that_does_not_come_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common_directory, "LIMIT", 0.05)
     with pytest.raises(TimeoutError):
-        Names().common("a", HashStore(), 0, 2, "0")
-    with pytest.raises(TimeoutError):
         Names().common("a", HashStore(), 1, 2, "0")
+
+
+def test_a_rank_that_comes_late_takes_at_once_what_the_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited as long again, for nobody, and had a directory of its own then."""
+    store, (first, second, late) = HashStore(), [Names(), Names(), Names()]
+    monkeypatch.setattr(common_directory, "LIMIT", 0.05)
+    first.common("a", store, 0, 3, "0")
+    monkeypatch.setattr(common_directory, "LIMIT", 60.0)
+    monkeypatch.setattr(common_directory.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    assert [one.common("b", store, rank, 3, "0") for rank, one in ((2, late), (1, second))] == ["a", "a"]
+    assert first.known("a") == "a"

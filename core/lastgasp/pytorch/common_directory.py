@@ -5,6 +5,7 @@ Without lastgasp such a job runs: rank 0 alone writes most of what is written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from lastgasp.gasp.again import INCARNATION
 log = logging.getLogger("lastgasp")
 
 LIMIT = 60.0
-"""Seconds to wait for the other ranks; then each keeps its own name, which the controller compares."""
+"""Seconds to wait for the other ranks, or for rank 0; then a rank keeps its own name, which the controller compares."""
 _SHORTEST, _LONGEST = 0.002, 0.5
 
 
@@ -40,20 +41,23 @@ class Names:
     def common(self, own: str, store: Any, rank: int, size: int, incarnation: str) -> str:
         """What all ranks take. Rank 0 looks at the names of all and says which one it is.
 
+        Of those that have come within the limit: others may come much later (one that prepares data), and take it.
+
         Args:
             store: of the ranks' process group.
             incarnation: of the job: a new process asks for the first time where the others ask again.
 
         Raises:
-            TimeoutError: not all have come.
+            TimeoutError: rank 0 has not come.
         """
         number = self._asked[incarnation] = self._asked.get(incarnation, -1) + 1
         here = f"lastgasp/{incarnation}/directory/{number}"
         votes = [f"{here}/{one}" for one in range(size)]
         store.set(votes[rank], json.dumps([self._agreed.get(own), own]))
         if rank == 0:
-            _wait(store, votes)
-            found = [json.loads(store.get(vote)) for vote in votes]
+            with contextlib.suppress(TimeoutError):
+                _wait(store, votes)
+            found = [json.loads(store.get(vote)) for vote in votes if store.check([vote])]
             store.set(here, json.dumps(next((old for old, _ in found if old is not None), found[0][1])))
         _wait(store, [here])
         chosen: str = json.loads(store.get(here))
