@@ -272,7 +272,7 @@ DUMPED = ("", "nothing_to_save")
 def test_what_fewer_ranks_cannot_answer_is_a_restart_without_a_loss(
     faults: list[str], dies: str, told: list[tuple[str, str]], begin: str, tmp_path: Path, reference: References_
 ) -> None:
-    """Another rank dies in a handler, or later, or does not leave its step; rank 0 is lost: all begin with the newest."""
+    """Another rank dies in a handler, or later, or stays in its step; rank 0 is lost: the job restarts with all."""
     job = DropInJob(tmp_path)
     with job.running(";".join(faults), "retry,recover,zit", dies, warm=False, gate=GATE) as started:
         if UP in told:

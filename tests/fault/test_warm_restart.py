@@ -136,5 +136,6 @@ def test_the_death_of_the_warm_process_costs_nothing(tmp_path: Path) -> None:
         mark = dict(line.split(b"=", 1) for line in read_proc(str(job.process.pid), "environ").split(b"\0") if line)
         [pid] = [pid for pid, line in marked(MARK, mark[MARK.encode()].decode()) if "warm_server" in line]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: "the next restart will start its ranks anew" in job.output, "its death was seen")
+        lost = "no lost rank gets a new process now, and the next restart will start its ranks anew"
+        until(lambda: lost in job.output, "its death was seen")
     assert restart_of(directory) == "cold: the warm process is gone (killed by SIGKILL)"

@@ -191,7 +191,7 @@ class Warm:
         if self._process is not None and (how := self._process.gone):
             self._lost, self._process = how, None
             os.ftruncate(self._file, 0)
-            log.debug("the next restart will start its ranks anew: %s", how)
+            log.info("no lost rank gets a new process now, and the next restart will start its ranks anew: %s", how)
 
     def _cannot(self, why: str) -> None:
         """Give it up for this job."""

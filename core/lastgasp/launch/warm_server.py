@@ -6,6 +6,7 @@ process in between that ends at once, and it starts only at the launcher's word.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -44,9 +45,7 @@ def main(descriptor: int, launcher: int) -> None:
     user_signals.outlive()
     connection, before = socket.socket(fileno=descriptor), at_start()
     own = {0, 1, 2, descriptor}
-    with open("/proc/self/oom_score_adj", "r+") as file:  # what memory runs out for ends this process first
-        oom = file.read()
-        file.write("1000")
+    oom = _ended_first("1000")
     _, plans = _receive(connection)
     plan = json.loads(_content(plans[0]))
     pose(plan["command"])
@@ -59,10 +58,22 @@ def main(descriptor: int, launcher: int) -> None:
     forked = None if why else _serve(connection, own, known)
     if forked is None:
         os._exit(0)
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write(oom)
+    _ended_first(oom)
     become(forked.order, forked.descriptors, imported)
     run(forked.order.command)
+
+
+def _ended_first(score: str) -> str:
+    """What memory runs out for ends the process with the highest score first. Returns the one before.
+
+    Empty, and nothing is changed, where a sandbox does not let processes say that.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+" if score else "r") as file:
+        before = file.read()
+        if score:
+            file.write(score)
+        return before
+    return ""
 
 
 def _serve(connection: socket.socket, own: set[int], known: Mapping[str, int]) -> _Forked | None:
