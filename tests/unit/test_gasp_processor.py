@@ -293,6 +293,22 @@ def test_a_failed_save_is_told_whatever_it_was(error: BaseException) -> None:
         assert "KeyError" in rank.controller.hear(m.SaveFailed).why
 
 
+def test_where_no_more_threads_can_be_had_the_step_is_saved_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit of processes counts threads. The order was lost, and the others waited for the save."""
+    with connected() as rank:
+        rank.source.gate.set()
+
+        def none(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", none)
+        rank.controller.say(SAVE)
+        rank.controller.hear(m.Saved)
+        rank.controller.say(m.Commit(recovery=1, plan=1, parts={}))
+        rank.controller.hear(m.Committed)
+        monkeypatch.undo()
+
+
 def test_a_state_that_moved_on_while_it_was_saved_is_reported_again() -> None:
     """The adapter's `look` sees it: the step is that of a compiled graph, which no gate can stop."""
     with connected() as rank:

@@ -22,7 +22,7 @@ import pytest
 from lastgasp.errors import ConfigError
 from lastgasp.gasp.imported import TEMPLATES, VARIABLE, Imported, changed, libraries, origin, report
 from lastgasp.launch import forked as forked_module
-from lastgasp.launch import warm, warm_checks, warm_process
+from lastgasp.launch import warm, warm_checks, warm_process, warm_server
 from lastgasp.launch.forked import ForkedProcess
 from lastgasp.launch.warm import Ranks, Start, Warm
 from lastgasp.launch.warm_process import NoFork, WarmProcess, order_for
@@ -631,3 +631,14 @@ def test_changed_variables() -> None:
     assert changed(before, {"OMP_NUM_THREADS": "2", "PYTORCH_JIT": "1", "NEW": "x"}) == {
         "MKL_DYNAMIC": None, "NEW": "x", "OMP_NUM_THREADS": "2",
     }  # fmt: skip
+
+
+def test_a_sandbox_that_forbids_oom_scores_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With /proc mounted read-only the process ended at its start."""
+    score = tmp_path / "score"
+    score.write_text("5\n")
+    monkeypatch.setattr(warm_server, "OOM_SCORE", str(score))
+    assert warm_server._ended_first("1000") == "5\n" and score.read_text() == "1000"
+    monkeypatch.setattr(warm_server, "OOM_SCORE", str(tmp_path / "nowhere" / "score"))
+    assert warm_server._ended_first("1000") == ""
+    warm_server._ended_first("")

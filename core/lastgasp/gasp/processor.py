@@ -328,8 +328,14 @@ class Processor:
     # -- saving -----------------------------------------------------------------------------------
 
     @staticmethod
-    def _spawn(name: str, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, name=f"lastgasp-{name}", daemon=True).start()
+    def _spawn(name: str, target: Callable[[], None], *, here: bool = True) -> None:
+        """On a thread of its own; where none can be had (a limit of processes), on this one if that may be `here`."""
+        try:
+            threading.Thread(target=target, name=f"lastgasp-{name}", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("%s is %s: %s", name, "done by the control thread" if here else "left out", error)
+            if here:
+                target()
 
     def _moved(self, order: m.Save) -> None:
         """The state has advanced while it was saved: report it, and the controller asks all ranks again."""
@@ -372,7 +378,7 @@ class Processor:
         if self._reported is not None or self._status.held:
             self._begin_uncoordinated(self._reported or self._fault_here("lost", f"the controller: {why}"))
         elif self.called is not None:
-            self._spawn("listen", self._listen)
+            self._spawn("listen", self._listen, here=False)
 
     def _listen(self) -> None:
         """Without a controller: until this rank ends, or others wait for it."""
@@ -421,7 +427,7 @@ class Processor:
             if outcome.again is not None and (gone := outcome.again.vanished):
                 self._spawn("cut", lambda: self._status.cut_off(gone))
             if freed is not None:
-                self._spawn("free", freed)
+                self._spawn("free", freed, here=False)
 
     def _try_send(self, message: m.Message) -> bool:
         link = self._link

@@ -27,6 +27,7 @@ BOOT = (
     "from lastgasp.launch.warm_server import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 """For `python -u -c`: without the working directory on the path."""
+OOM_SCORE = "/proc/self/oom_score_adj"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,7 +69,7 @@ def _ended_first(score: str) -> str:
 
     Empty, and nothing is changed, where a sandbox does not let processes say that.
     """
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+" if score else "r") as file:
+    with contextlib.suppress(OSError), open(OOM_SCORE, "r+" if score else "r") as file:
         before = file.read()
         if score:
             file.write(score)
