@@ -7,6 +7,7 @@ already, to wait for longer than that for a rank to leave its training would cos
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -16,6 +17,8 @@ from typing import ClassVar, NoReturn
 
 from lastgasp import _clock
 from lastgasp.steps.recorder import flush_all
+
+log = logging.getLogger("lastgasp")
 
 LEAST, MOST = 5.0, 30.0
 """Seconds; the second besides `finish_timeout`."""
@@ -86,9 +89,14 @@ class Leaving:
         """
         with self._lock:
             if self._timer is None and seconds is not None and not self._stays:
-                self._timer = threading.Timer(seconds, self._leave, (end,))
-                self._timer.daemon = True
-                self._timer.start()
+                timer = threading.Timer(seconds, self._leave, (end,))
+                timer.daemon = True
+                try:
+                    timer.start()
+                except RuntimeError as error:  # a limit of processes is reached
+                    log.warning("this process is not ended in %g s if it hangs: %s", seconds, error)
+                else:
+                    self._timer = timer
 
     def stays(self) -> None:
         """The training thread has left its training by itself. Idempotent."""

@@ -43,8 +43,13 @@ class RecordWriter:
                 return
             self._waiting[name] = write
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lastgasp-records", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="lastgasp-records", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # a limit of processes is reached
+                    log.warning("%s waits to be written until the next one is: %s", name, error)
+                else:
+                    self._thread = thread
             self._changed.notify_all()
 
     @property

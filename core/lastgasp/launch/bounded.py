@@ -43,7 +43,7 @@ class Bounded:
         """Return what `call` returns.
 
         Raises:
-            Unanswered: it takes longer than `limit` seconds, or an earlier one still does.
+            Unanswered: it takes longer than `limit` seconds, or an earlier one still does; or no thread can be had.
             BaseException: what `call` raises.
         """
         if not self._turn.acquire(timeout=self._limit):
@@ -64,9 +64,13 @@ class Bounded:
             except BaseException as error:  # raised where it was asked for
                 answers.append((None, error))
 
-        self._under_way = threading.Thread(target=make, name="lastgasp-store", daemon=True)
-        self._under_way.start()
-        self._under_way.join(self._limit)
+        thread = threading.Thread(target=make, name="lastgasp-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of processes is reached: that ends no job
+            raise Unanswered(f"torch's store was not asked: {error}") from None
+        self._under_way = thread
+        thread.join(self._limit)
         if not answers:
             raise Unanswered(f"torch's store has not answered in {self._limit:g} s")
         value, error = answers[0]

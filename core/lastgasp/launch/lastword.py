@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -60,8 +61,9 @@ def last_word(entries: dict[int, Entry], job: str, attempt: int, led: str = "", 
 def _within(seconds: float, look: Callable[[], LastWord]) -> LastWord:
     found: list[LastWord] = []
     thread = threading.Thread(target=lambda: found.append(look()), name="lastgasp-records", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with contextlib.suppress(RuntimeError):  # a limit of processes is reached
+        thread.start()
+        thread.join(seconds)
     return found[0] if found else LastWord()
 
 
