@@ -10,6 +10,7 @@ import pytest
 from lastgasp.gasp.leaving import Leaving
 from lastgasp.gasp.records import RecordWriter
 from lastgasp.launch.bounded import Bounded, NodesWaiting, Unanswered
+from lastgasp.pytorch.ondemand import OnDemand
 
 
 def none(thread: threading.Thread) -> None:
@@ -49,3 +50,10 @@ def test_a_recovery_goes_on_without_a_limit_for_its_process(
     leaving.after(60.0, lambda: 83)
     assert "is not ended in 60 s if it hangs" in caplog.text
     leaving.stays()
+
+
+def test_values_that_would_be_made_apart_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank would not have answered, and be taken for hung."""
+    made = OnDemand(lambda step: b"values", apart=True)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    assert made.poll(3) == b""

@@ -53,7 +53,10 @@ class OnDemand:
                     done.set()
 
         if self._apart:
-            threading.Thread(target=run, name="lastgasp-values", daemon=True).start()
+            try:
+                threading.Thread(target=run, name="lastgasp-values", daemon=True).start()
+            except RuntimeError:  # a limit of processes is reached; here it might wait for the device without end
+                done.set()
         else:
             self._found = self._make(step)
             done.set()
