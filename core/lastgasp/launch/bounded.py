@@ -67,8 +67,8 @@ class Bounded:
         thread = threading.Thread(target=make, name="lastgasp-store", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # a limit of processes is reached: that ends no job
-            raise Unanswered(f"torch's store was not asked: {error}") from None
+        except RuntimeError as full:  # a limit of processes is reached: that ends no job
+            raise Unanswered(f"torch's store was not asked: {full}") from None
         self._under_way = thread
         thread.join(self._limit)
         if not answers:
