@@ -21,8 +21,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from frameworks.transformers_rig import Breaks, outcome, trainer
+from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.cli import main
 from lastgasp.errors import CheckpointMismatch, ConfigError
 from lastgasp.testing.faults import InjectedFault
@@ -72,6 +73,31 @@ def test_a_parameter_that_moves_before_the_update_is_saved_as_it_was(tmp_path: P
         one.train()
     saved = load_file(tmp_path / "checkpoint-5/model.safetensors")["transformer.ln_f.weight"]
     assert torch.equal(saved, values[-1])
+
+
+def test_an_update_within_the_backward_pass_is_not_saved_for_the_step_before(tmp_path: Path) -> None:
+    """As LOMO's: nobody calls its `step`."""
+
+    def updates(p: torch.Tensor) -> None:
+        p.data.sub_(cast("torch.Tensor", p.grad), alpha=0.1)
+
+    def of(folder: str, *callbacks: Any) -> Trainer:
+        one = trainer(tmp_path / folder, *callbacks)
+        net: Any = one.model
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(updates)
+        one.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        one.optimizer.step = lambda *_: None  # type: ignore[method-assign,misc,unused-ignore]
+        return one
+
+    plain = of("plain")
+    wanted = outcome(plain, plain.train().training_loss)
+    one = of("kept", Breaks(5), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    found = outcome(one, one.train().training_loss)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert "parameters" not in " ".join(note for incident in incidents(tmp_path / "kept") for note in incident.notes)
 
 
 class Averaging(Trainer):  # type: ignore[misc,unused-ignore]
@@ -245,6 +271,64 @@ def test_what_cannot_be_protected_is_refused(tmp_path: Path, name: str, value: A
     setattr(one.args, name, value)  # with it the constructor takes the signal, and keeps it
     with pytest.raises(ConfigError, match=name):
         one.train()
+
+
+class Projector:
+    """Belongs to the state of a parameter, as GaLore's does."""
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(())
+
+
+class Projects(torch.optim.SGD):
+    """Its states have objects in them, and decide the update."""
+
+    def step(self, closure: Any = None) -> Any:
+        """A smaller one each time."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                held = self.state[one].setdefault("projector", Projector())
+                held.scale = held.scale * 0.9
+                if one.grad is not None:
+                    one.grad.mul_(held.scale)
+        return super().step(closure)
+
+
+def test_an_optimizer_with_objects_in_its_states_resumes(tmp_path: Path) -> None:
+    """torch.load(weights_only=True), by which Trainer reads them, refuses their classes."""
+
+    def of(folder: str, *callbacks: Any) -> Trainer:
+        one = trainer(tmp_path / folder, *callbacks)
+        one.optimizer = Projects(cast("Any", one.model).parameters(), lr=0.1)
+        return one
+
+    plain = of("plain")
+    wanted = outcome(plain, plain.train().training_loss)
+    one = of("kept", Breaks(5), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    one = of("kept", LastGasp())
+    new_process()
+    found = outcome(one, one.train().training_loss)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_optimizers_of_single_parameters_that_no_checkpoint_has_are_named(tmp_path: Path) -> None:
+    """Layerwise GaLore and Apollo: Trainer has one of their kind that does nothing, and saves its state alone."""
+    one = trainer(tmp_path, Breaks(5), LastGasp())
+    each = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in cast("Any", one.model).parameters()}
+
+    def updates(p: torch.Tensor) -> None:
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in each:
+        p.register_post_accumulate_grad_hook(updates)
+    one.optimizer = LayerWiseDummyOptimizer(optimizer_dict=each, lr=0.1)
+    with pytest.raises(InjectedFault):
+        one.train()
+    (incident,) = incidents(tmp_path)
+    assert "LayerWiseDummyOptimizer.optimizer_dict. " in " ".join(incident.notes)
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):

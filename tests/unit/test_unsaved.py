@@ -293,9 +293,48 @@ class Whole(Inside):
         return super().state_dict() | {"base": self.base.state_dict()}
 
 
+class Layerwise(torch.optim.SGD):
+    """Has one for each parameter, as layerwise GaLore does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.each = {one: torch.optim.SGD([one], lr=0.1, momentum=0.9) for one in parameters}
+
+    def step(self, closure: Any = None) -> Any:
+        for one in self.each.values():
+            one.step()
+
+
+class ByName(torch.optim.SGD):
+    """Has tensors in a dict of its own, as AdaLomo does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._squares = {"weight": torch.zeros(2)}
+
+    def step(self, closure: Any = None) -> Any:
+        self._squares["weight"].add_(1)
+
+
+class InGroups(torch.optim.SGD):
+    """Has its states in its groups, as GrokAdamW does, and a `state_dict` of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        for one in group["params"]:
+            group.setdefault("state", {}).setdefault(one, {})["momentum"] = one.grad
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return super().state_dict()
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
+        (lambda p: Layerwise(p), "Layerwise.each"),
+        (lambda p: ByName(p), "ByName._squares"),
+        (lambda p: InGroups(p), "InGroups.param_groups[0].state"),
         (lambda p: Inside(p), "Inside.base, Inside.calls"),
         (lambda p: Inside(p, shared=True), "Inside.calls"),
         (lambda p: Whole(p), ""),

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -183,7 +184,8 @@ class UnsavedOptimizers:
     def __init__(
         self, optimizers: Iterable[Any], containers: Iterable[Any] = (), *, sharded: bool = False
     ) -> None:
-        own, outer = torch.optim.Optimizer.state_dict, list(containers)
+        own, outer, optimizers = torch.optim.Optimizer.state_dict, list(containers), list(optimizers)
+        self._all = [one for one in optimizers if hasattr(one, "param_groups")]
         self._optimizers = [one for one in optimizers if sharded or type(one).state_dict is own] + outer
         self._not_asked = sharded or bool(outer)
         self._before = dict(self._values())
@@ -203,12 +205,37 @@ class UnsavedOptimizers:
         return what if changed else ""
 
     def _values(self) -> Iterator[tuple[str, bytes]]:
+        for one in self._all:
+            for number, group in enumerate(one.param_groups):
+                yield from _known(f"{type(one).__name__}.param_groups[{number}]", _by_tensor(group))
+            if type(one).state_dict is torch.optim.Optimizer.state_dict:
+                yield from _known(type(one).__name__, _tensors_in(one))
         for one in self._optimizers:
-            inner = {n: v for n, v in vars(one).items() if isinstance(v, torch.optim.Optimizer)}
             own = {n: v for n, v in vars(one).items() if n not in _OPTIMIZER and n[0] != "_" and is_users(type(one))}
-            yield from _known(type(one).__name__, own | {n: _changes_of(v) for n, v in inner.items()
-                                                         if v is not inside(one) and v.state is not one.state}
-                              )  # fmt: skip
+            changes = Counter[str]()
+            for name, inner in _optimizers_in(one):
+                if inner is not inside(one) and inner.state is not one.state:
+                    changes[name] += _changes_of(inner)
+            yield from _known(type(one).__name__, own | dict(changes))
+
+
+def _by_tensor(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What has parameters for keys (GrokAdamW's state): once it is loaded, they are copies that nobody looks for."""
+    return {n: v for n, v in group.items() if isinstance(v, dict) and any(isinstance(key, Tensor) for key in v)}
+
+
+def _tensors_in(optimizer: Any) -> dict[str, int]:
+    """How often those were changed that it has in dicts of its own (AdaLomo)."""
+    dicts = {n: v for n, v in vars(optimizer).items() if n not in _OPTIMIZER and type(v) is dict}
+    found = {n: [one for one in v.values() if isinstance(one, Tensor)] for n, v in dicts.items()}
+    return {n: len(tensors) + sum(one._version for one in tensors) for n, tensors in found.items() if tensors}
+
+
+def _optimizers_in(owner: object) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Also one for each parameter: of those that update within the backward pass (layerwise GaLore)."""
+    for name, value in vars(owner).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        yield from ((name, one) for one in held if isinstance(one, torch.optim.Optimizer))
 
 
 class LeftGradients:

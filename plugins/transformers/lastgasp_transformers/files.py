@@ -24,7 +24,7 @@ from lastgasp_transformers.values import VALUES, split
 
 LAYOUT = checkpoint.DirectoryLayout("checkpoint-[0-9]*")
 FORMAT, VERSION = "transformers", 1
-RECORD, OPTIMIZER = "lastgasp.pt", "optimizer.pt"
+RECORD, OPTIMIZER, SCHEDULER = "lastgasp.pt", "optimizer.pt", "scheduler.pt"
 BESIDE = "beside"
 """In the record: what training changes of the model and `save_pretrained` has not written."""
 INCOMPLETE = "checkpoint-is-incomplete.txt"
@@ -162,7 +162,7 @@ def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Reco
         processing.save_pretrained(folder)
     complete = by_seat(record, ())
     one = complete["world_size"] == 1
-    files = {"training_args.bin": trainer.args, OPTIMIZER: dump["optimizer"], "scheduler.pt": dump["scheduler"],
+    files = {"training_args.bin": trainer.args, OPTIMIZER: dump["optimizer"], SCHEDULER: dump["scheduler"],
              "scaler.pt": dump["scaler"], RECORD: record}  # fmt: skip
     for rank, data in complete["small"].items():
         files["rng_state.pth" if one else f"rng_state_{rank}.pth"] = _random_state(decode_aux(data).rng, one)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import DataLoader
 
 from lastgasp.adapter.torch import rng
+from lastgasp_transformers.files import OPTIMIZER, SCHEDULER
 
 REREAD = ("the data of this epoch were read again from their beginning, which drew random numbers (an order, "
           "augmentations, masks): they may not be those that were due")  # fmt: skip
@@ -32,6 +36,23 @@ def draws_a_seed(loader: Any) -> bool:
 def skip_nothing(original: Any) -> Callable[[Any, int], Any]:
     """In place of Trainer's `skip_first_batches`, where the loader itself begins behind them."""
     return lambda loader, batches: loader
+
+
+@contextmanager
+def classes_allowed(path: Path) -> Iterator[None]:
+    """While Trainer loads from a checkpoint that has a record: torch refuses states with objects (GaLore's projectors).
+
+    They come from whoever wrote the record, which may hold pickle, too.
+    """
+    names, found = set[str](), list[Any]()
+    for file in (path / OPTIMIZER, path / SCHEDULER):
+        with suppress(OSError, ValueError):  # not there, or of an older format: Trainer's own error says so
+            names |= {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
+    for name in names:
+        with suppress(ImportError, AttributeError, ValueError):
+            found.append((pkgutil.resolve_name(name), name))
+    with torch.serialization.safe_globals(found):
+        yield
 
 
 class Rereading:

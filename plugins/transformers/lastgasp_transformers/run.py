@@ -28,7 +28,7 @@ from lastgasp_transformers.beside import adapters_as_they_are, why_not_resumed
 from lastgasp_transformers.exchanges import Exchanges
 from lastgasp_transformers.fewer import fewer_of, settings_of
 from lastgasp_transformers.files import FORMAT, LAYOUT, Policy, Record, load_beside, path_of, read_record
-from lastgasp_transformers.loading import REREAD, Rereading, draws_a_seed, reads_of, skip_nothing
+from lastgasp_transformers.loading import REREAD, Rereading, classes_allowed, draws_a_seed, reads_of, skip_nothing
 from lastgasp_transformers.own import OwnSaves, call_save, gasps_in, remove_orphans_of, rotate, unless_a_gasp_is_written
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.state import Training, dtypes_of, inner_of
@@ -283,6 +283,8 @@ class Run:
         self._as_set = self._set_before(shared.AsSet(*own))
         record = self._record or {}
         self._as_set.tell(record.get("as_set"), self.session.note, self._trial)
+        if self._record is not None and checkpoint is not None:
+            original = classes_allowed(Path(checkpoint))(original)
         if record.get("dtypes") != dtypes_of(trainer.model):
             original(checkpoint)
             return

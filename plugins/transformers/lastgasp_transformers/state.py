@@ -195,10 +195,13 @@ class Training(adapter.Training):
     def before_completed(self) -> None:
         """A step is about to be completed; one whose update a GradScaler has skipped has not come to the gate yet.
 
+        Nor has one that was updated within the backward pass by an optimizer whose `step` nobody calls (LOMO).
+
         Raises:
             Released: a recovery took place.
         """
         if not self.phase:
+            self._moving.opens()
             self._gate()
 
     def updated(self) -> None:
