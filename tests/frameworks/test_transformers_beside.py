@@ -61,6 +61,32 @@ def test_trained_parameters_that_the_model_does_not_save_come_back(resumed: int,
     assert _differences(found, expected) == []
 
 
+class Renaming(GPT2LMHeadModel):  # type: ignore[misc,unused-ignore]
+    """Writes the names of the published checkpoints, as ViT does: Trainer passes over them."""
+
+    def save_pretrained(self, save_directory: Any, state_dict: Any = None, **more: Any) -> None:
+        """Write it."""
+        own = state_dict or self.state_dict()
+        renamed = {name.replace(".attn.", ".attention."): value for name, value in own.items()}
+        super().save_pretrained(save_directory, state_dict=renamed, **more)
+
+
+@pytest.mark.parametrize("resumed", [5, 4], ids=["gasp", "periodic"])
+def test_parameters_that_are_written_under_other_names_come_back(resumed: int, tmp_path: Path) -> None:
+    def train(folder: str, *callbacks: Any) -> dict[str, torch.Tensor]:
+        net: Any = model()
+        net.__class__ = Renaming
+        one = trainer(tmp_path / folder, *callbacks, net=net)
+        return outcome(one, one.train().training_loss)
+
+    expected = train("plain")
+    with pytest.raises(InjectedFault):
+        train("d", Breaks(5), LastGasp())
+    new_process()
+    found = train("d", LastGasp(resume=tmp_path / f"d/checkpoint-{resumed}"))
+    assert _differences(found, expected) == []
+
+
 class Adapter(torch.nn.Module):
     """As PEFT has them: its name has that of the adapter in it, the name in the file has not."""
 
@@ -78,19 +104,26 @@ def test_of_an_adapter_only_what_its_files_lack_is_kept(tmp_path: Path) -> None:
     weight = one.get_parameter("lora.default.weight").detach()
     save_file({"lora.weight": weight.clone()}, path)
     optimizer.param_groups[0]["params"] = [p for p in one.parameters() if p is not one.frozen.weight]
-    found = left_out(tmp_path, one, one.state_dict(), optimizer)
+    found = left_out(tmp_path, one, one.state_dict(), optimizer, by_name=True)
     assert set(found) == {"other.weight", "norm.weight", "mean"}
     with torch.no_grad():  # one of two alike was written: which of them is not known
         one.norm.weight.copy_(weight)
-    both = left_out(tmp_path, one, one.state_dict(), optimizer)
+    both = left_out(tmp_path, one, one.state_dict(), optimizer, by_name=True)
     assert {"lora.default.weight", "norm.weight"} <= set(both)
     other = Adapter()
     put_back(tmp_path, other, both)
     assert torch.equal(other.norm.weight, weight) and torch.equal(other.get_parameter("lora.default.weight"), weight)
 
 
-@pytest.mark.parametrize(("lacking", "kept"), [("", set[str]()), ("norm", {"other.weight", "norm.weight", "mean"})])
-def test_weights_under_other_names_count_as_written(lacking: str, kept: set[str], tmp_path: Path) -> None:
+_OTHERS = {"other.weight", "norm.weight", "mean"}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "by_name", "kept"), [("", False, set[str]()), ("norm", False, _OTHERS), ("", True, _OTHERS)]
+)
+def test_weights_under_other_names_count_as_written_unless_trainer_loads_by_name(
+    lacking: str, by_name: bool, kept: set[str], tmp_path: Path
+) -> None:
     """As `save_pretrained` writes experts: of names that the model has not, and in other shapes. One is tied."""
     one: Any = Adapter()
     one.again = one.other
@@ -98,10 +131,9 @@ def test_weights_under_other_names_count_as_written(lacking: str, kept: set[str]
     written = {f"model.{name}": value.detach().clone().reshape(-1, 1) for name, value in one.state_dict().items()
                if not name.startswith(("again", "lora", lacking or "-"))}  # fmt: skip
     save_file(written | {"lora.default.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
-    assert set(left_out(tmp_path, one, one.state_dict(), optimizer)) == kept
+    assert set(left_out(tmp_path, one, one.state_dict(), optimizer, by_name=by_name)) == kept
     one.peft_config = {}
-    names = {"other.weight", "norm.weight", "mean"}
-    assert set(left_out(tmp_path, one, one.state_dict(), optimizer)) == names
+    assert set(left_out(tmp_path, one, one.state_dict(), optimizer, by_name=by_name)) == _OTHERS
 
 
 _PACKAGE = '''

@@ -26,18 +26,22 @@ _SMALL = 1 << 16
 """Bytes up to which a buffer is kept: statistics are small, and quantized weights, which do not change, are not."""
 
 
-def left_out(folder: Path, model: nn.Module, values: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
+def left_out(
+    folder: Path, model: nn.Module, values: Mapping[str, Tensor], optimizer: Any, *, by_name: bool
+) -> dict[str, Tensor]:
     """Trained parameters, and small buffers, that Trainer cannot load from a checkpoint that was written.
 
     Args:
         model: as it was saved, without wrappers; values: of its parameters and buffers, as they are to be saved.
         optimizer: that has trained it.
+        by_name: what is written under another name than the model's is not loaded, as by Trainer itself: of many models
+            `save_pretrained` writes the names of the published checkpoints (ViT, experts), which Trainer passes over.
 
     Raises:
         OSError: the files cannot be read.
     """
     written = {name: count for file in folder.glob("*.safetensors") for name, count in _counts(file).items()}
-    if not hasattr(model, "peft_config") and _has_all(model, written):
+    if not by_name and not hasattr(model, "peft_config") and _has_all(model, written):
         return {}
     lacking = {name: values.get(name, one).detach() for name, one in _changing(model, optimizer, written)}
     if lacking:
@@ -87,10 +91,7 @@ def adapters_as_they_are(model: nn.Module) -> Iterator[None]:
 
 
 def _has_all(model: nn.Module, written: Mapping[str, int]) -> bool:
-    """Whether as many numbers were written as the model has, tied ones counted once.
-
-    Under which names is no matter: `save_pretrained` gives experts and prefixes those of the published checkpoints.
-    """
+    """Whether as many numbers were written as the model has, under whatever names, tied ones counted once."""
     owned: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     owned |= {name: owner[key] for name, (owner, key) in persistent_buffers(model)}
     all_own: dict[int, int] = {id(one): one.numel() for one in owned.values()}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from torch import nn
 from transformers import PreTrainedModel, TrainerState
 from transformers import trainer as trainer_module
 
@@ -130,6 +133,15 @@ def bare(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
 
+def lacking_of(folder: Path, trainer: Any, values: Record, optimizer: Any) -> Record:
+    """What Trainer, or a subclass that loads in its own way, cannot load of its model from what was written there."""
+    return left_out(folder, bare(trainer), values, optimizer, by_name=not _loads_in_its_own_way(trainer))
+
+
+def _loads_in_its_own_way(trainer: Any) -> bool:
+    return type(trainer)._load_from_checkpoint is not trainer_module.Trainer._load_from_checkpoint
+
+
 def load_beside(path: Path, trainer: Any, record: Record | None) -> None:
     """Load what Trainer does not, once: it is taken out of the record.
 
@@ -140,6 +152,7 @@ def load_beside(path: Path, trainer: Any, record: Record | None) -> None:
         put_back(path, bare(trainer), lacking)
 
 
+_CARD = "create_model_card"
 _RANK_0_ALONE = "should_save_on_this_rank"
 """A model's method, from transformers 5.15 on; any rank may be the one that is left."""
 
@@ -147,16 +160,14 @@ _RANK_0_ALONE = "should_save_on_this_rank"
 def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Record) -> None:
     folder.mkdir()
     model = bare(trainer)
-    if isinstance(model, (PreTrainedModel, getattr(trainer_module, "PeftModel", PreTrainedModel))):  # as Trainer asks
-        with ExitStack() as undo:
-            if hasattr(model, _RANK_0_ALONE):
-                undo.callback(adapter.replace_attribute(model, _RANK_0_ALONE, lambda _: lambda *_: True))
-            model.save_pretrained(folder, state_dict=dump["model"], is_main_process=True)
-    else:
-        safetensors.torch.save_file(dump["model"], folder / "model.safetensors", metadata={"format": "pt"})
-    if not any(folder.glob("*.safetensors")):
+    with ExitStack() as undo:
+        for one in model.modules():
+            if hasattr(one, _RANK_0_ALONE):
+                undo.callback(adapter.replace_attribute(one, _RANK_0_ALONE, lambda _: lambda *_: True))
+        _write_model(folder, trainer, model, dump["model"])
+    if not any(folder.rglob("*.safetensors")):
         raise adapter.NotSaveable("save_pretrained() of this model writes no *.safetensors")
-    record = record | {BESIDE: left_out(folder, model, dump["model"], trainer.optimizer)}
+    record = record | {BESIDE: lacking_of(folder, trainer, dump["model"], trainer.optimizer)}
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)
@@ -170,6 +181,36 @@ def _write(folder: Path, trainer: Any, dump: Record, record: Record, state: Reco
         if value is not None:
             torch.save(value, folder / file)
     TrainerState(**state).save_to_json(str(folder / "trainer_state.json"))
+
+
+def _write_model(folder: Path, trainer: Any, model: Any, values: Record) -> None:
+    own = getattr(model, "save_pretrained", None)
+    if isinstance(model, (PreTrainedModel, getattr(trainer_module, "PeftModel", PreTrainedModel))):  # as Trainer asks
+        model.save_pretrained(folder, state_dict=values, is_main_process=True)
+    elif callable(own) and _loads_in_its_own_way(trainer):
+        with _states_are(model, values):  # of sentence-transformers, which loads what it has written alone
+            own(str(folder), **({_CARD: False} if _CARD in inspect.signature(own).parameters else {}))
+    else:
+        safetensors.torch.save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def _states_are(model: nn.Module, values: Record) -> Iterator[None]:
+    """While it is saved by methods of its own: `state_dict` of it, and of each module in it, has these values."""
+
+    def having(place: str) -> Any:
+        def give(module: nn.Module, state: Record, prefix: str, metadata: object) -> None:
+            for name in (*module._parameters, *module._buffers):
+                if prefix + name in state and place + name in values:
+                    state[prefix + name] = values[place + name]
+
+        return give
+
+    with ExitStack() as undo:
+        for place, module in model.named_modules():
+            hook = module.register_state_dict_post_hook(having(f"{place}." if place else ""))
+            undo.callback(hook.remove)
+        yield
 
 
 def _random_state(state: Any, one: bool) -> Record:

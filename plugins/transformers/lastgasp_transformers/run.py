@@ -270,6 +270,7 @@ class Run:
     def _around_load_from_checkpoint(self, original: Any, path: str, *more: Any) -> None:
         if path != self._loaded:
             self._load_weights(original, path, *more)
+        self._loaded = ""  # at the end it may be loaded again, as the best one
 
     def _load_weights(self, load: Any, path: str, *more: Any) -> None:
         """As Trainer does, and what it lacks. Of a PeftModel it leaves one adapter active, and alone trained."""

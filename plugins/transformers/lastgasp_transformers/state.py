@@ -23,8 +23,7 @@ from lastgasp import adapter
 from lastgasp.adapter import NotSaveable
 from lastgasp.adapter import torch as shared
 from lastgasp.adapter.checkpoint import Staged
-from lastgasp_transformers.beside import left_out
-from lastgasp_transformers.files import BESIDE, VERSION, Record, bare, write_checkpoint
+from lastgasp_transformers.files import BESIDE, VERSION, Record, bare, lacking_of, write_checkpoint
 from lastgasp_transformers.losses import Found, LossSum, Own, found_in, lost, unlogged
 from lastgasp_transformers.seats import Seats
 from lastgasp_transformers.shares import SHARES
@@ -302,8 +301,7 @@ class Training(adapter.Training):
 
     def record_beside(self, path: Path, aux: Mapping[int, bytes]) -> Record:
         """The same for a checkpoint that Trainer itself has written there, of what the model is now."""
-        model = bare(self.trainer)
-        lacking = left_out(path, model, model.state_dict(), self._optimizer)
+        lacking = lacking_of(path, self.trainer, bare(self.trainer).state_dict(), self._optimizer)
         return self.record(aux) | {BESIDE: lacking, MODULES: self._values.held.changed()}
 
     def write(self, staged: Staged, step: int, aux: Mapping[int, bytes]) -> None:

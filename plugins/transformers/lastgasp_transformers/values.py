@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from lastgasp import adapter
 from lastgasp.adapter import NotSaveable
@@ -27,6 +27,7 @@ _NAMED = 4
 """Values that are named."""
 _ANEW = "is of another job, and callbacks of yours begin anew in each"
 _OWN = ("transformers", "accelerate")
+_OF_MODULES, _FEW = frozenset(vars(nn.Module())), 32
 
 
 def is_others(cls: type) -> bool:
@@ -46,11 +47,35 @@ def roots_of(trainer: Any) -> list[Root]:
     return roots
 
 
+def roots_beside(trainer: Any, roots: list[Root]) -> list[Root]:
+    """Modules that these hold beside the model, of a package or the user's: a loss has weights that a callback sets.
+
+    Of few modules: those of a second model are looked at by `HeldModules` alone.
+    """
+    known = {id(one) for one in trainer.model.modules()} if trainer.model is not None else set[int]()
+    found: list[Root] = []
+    for root in roots:
+        for name, value in vars(root.value).items():
+            if name in root.skip or not isinstance(value, nn.Module):
+                continue
+            inner = [(place, one) for place, one in value.named_modules() if id(one) not in known]
+            known |= {id(one) for _, one in inner}
+            if len(inner) <= _FEW:
+                found += [Root(f"{root.name}.{name}{place and '.'}{place}", one, _OF_MODULES)
+                          for place, one in inner if is_others(type(one)) and not _is_torchs(type(one))]  # fmt: skip
+    return found
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
+
+
 def unsaved_of(trainer: Any) -> Unsaved:
     """What of these, and of modules, no checkpoint may have."""
     callbacks = [one for one in trainer.callback_handler.callbacks if not isinstance(one, ExportableState)]
     roots = [Root(type(one).__name__, one) for one in callbacks if is_others(type(one))]
-    roots += [root for root in roots_of(trainer) if root.value is trainer] + users_parts(trainer.model)
+    of_trainer = [root for root in roots_of(trainer) if root.value is trainer]
+    roots += of_trainer + roots_beside(trainer, roots + of_trainer) + users_parts(trainer.model)
     return Unsaved(trainer.model, roots, "get_extra_state of modules, or state of an ExportableState,", is_others)
 
 
@@ -75,6 +100,7 @@ class CarriedValues:
         self._trainer, self._place, self._session = trainer, place, session
         self.roots = roots_of(trainer)
         self.held = HeldModules(trainer, self.roots, session.note)
+        self.roots = roots_beside(trainer, self.roots) + self.roots  # found in the others, they would be no roots
         self.queued = QueuedWork(())
         self.stands_for = place.rank, place.world_size
         self._values: UserValues | None = None
@@ -139,8 +165,9 @@ class CarriedValues:
         Raises:
             LastgaspError: another rank is gone.
         """
-        theirs = [] if of_this_job else [root.name for root in self.roots
-                                         if root.value is not self._trainer and is_users(type(root.value))]  # fmt: skip
+        callbacks = [root for root in self.roots if isinstance(root.value, TrainerCallback)]
+        anew = [] if of_this_job else [one.name for one in callbacks if is_users(type(one.value))]
+        theirs = [root.name for root in self.roots if root.name.partition(".")[0] in anew]
         modules = record.get(MODULES, {})
         left = [name for name in modules if name.partition(".")[0] in theirs]
         notes = [f"{name} {_ANEW}" for name in left]
