@@ -642,3 +642,15 @@ def test_a_sandbox_that_forbids_oom_scores_does_without(tmp_path: Path, monkeypa
     monkeypatch.setattr(warm_server, "OOM_SCORE", str(tmp_path / "nowhere" / "score"))
     assert warm_server._ended_first("1000") == ""
     warm_server._ended_first("")
+
+
+def test_a_rank_that_is_not_replaced_gets_the_reason_of_now() -> None:
+    """And not that for which the attempt's ranks had been started anew."""
+    one = Warm(why="")
+    try:
+        assert one.fork(COMMAND, {}, ()) is None and one.start.why == warm.NOT_YET == one.refused
+        one._lost = "the warm process is gone (killed by SIGKILL)"
+        assert one.fork(COMMAND, {}, ()) is None
+        assert (one.refused, one.start.why) == ("the warm process is gone (killed by SIGKILL)", warm.NOT_YET)
+    finally:
+        one.close()

@@ -77,12 +77,16 @@ class Start:
 class Warm:
     """One per launcher; all of it is called on its main thread. Close it when the job ends.
 
+    Attributes:
+        refused: why `fork` has returned None last.
+
     Raises (constructor):
         ConfigError: LASTGASP_WARM.
     """
 
     why: str = field(default_factory=lambda: "" if enabled(os.environ) else f"{SWITCH}=off")
     start: Start = field(default_factory=Start)
+    refused: str = ""
     _process: WarmProcess | None = None
     _file: int = field(default_factory=lambda: memory_file("lastgasp-imported"))
     _begun: float = 0.0
@@ -124,7 +128,8 @@ class Warm:
             forked = self._process.fork(order_for(command, environment), streams)
         except (NoFork, OSError) as error:
             self.start.spawned += 1
-            self.start.why = self.start.why or str(error)
+            self.refused = str(error)
+            self.start.why = self.start.why or self.refused
             self._forget_if_gone()
             return None
         self.start.forked += 1

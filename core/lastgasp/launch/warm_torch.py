@@ -89,7 +89,7 @@ def replacement(
     environment = {**os.environ, **context.envs[local], **more}
     forked = warm.fork(command, environment, streams)
     if forked is None and not cold:
-        raise NoFork(warm.start.why)
+        raise NoFork(warm.refused)
     vars(handler)["proc"] = forked or handler._popen(command, environment)
     return handler
 
