@@ -16,6 +16,7 @@ from support import again_faults
 from support.again_in_parts import LIGHTNING, LOOP, MOMENTS, Case, Job, check_same
 from support.disturbed import disturbed, lines
 from support.launchers import incidents, undisturbed_jobs
+from support.train_sharded import FLAT
 
 KILL = "kind=sigkill,rank=1,step=7,phase=backward"  # ModelCheckpoint has not saved that step
 SECOND = "no step was completed since training began, when the fault before was answered in place"
@@ -29,6 +30,8 @@ OTHER_SHAPES = (
     (LOOP, "offload", 2, "sigkill,1,8,update"),
     (LOOP, "checkpointed", 2, "sigkill,1,8,backward"),
     (LOOP, "hybrid", 4, "sigkill,3,8,backward"),
+    *((LOOP, shape, 2, f"sigkill,{rank},8,{moment}") for shape in FLAT if shape not in ("flat-hybrid", "flat-whole")
+      for rank, moment in ((0, "update"), (1, "backward"))),
     (LIGHTNING, "plain", 4, "sigkill,0,8,update"),
     (LIGHTNING, "tensor", 2, "sigkill,1,8,backward"),
     (LIGHTNING, "both", 4, "sigkill,3,8,update"),
@@ -194,6 +197,8 @@ def test_a_survivor_that_does_not_leave_its_training_is_replaced(
             ("no memory", ("--full",), "of memory are available"))),
         pytest.param(LIGHTNING, "hooked", (), "is not called at each step", "is not called at each step", id="a hook"),
         pytest.param(LIGHTNING, "plain", ("--recovery", "restart"), "", "", id="restart"),
+        pytest.param(LOOP, "flat-whole", (), "there is no recovery in place with FSDP1's HYBRID_SHARD or NO_SHARD", "",
+                     id="flat-whole"),
     ],
 )  # fmt: skip
 def test_where_it_cannot_be_the_job_restarts_as_ever(

@@ -24,7 +24,7 @@ from support import lean
 from support.launchers import incidents, running
 from support.matrix import LIMIT, STEP, References, check_saved, first_incident, run_case, undisturbed
 from support.together import ShardedCase, killed_together, open_arenas
-from support.train_sharded import SHAPES
+from support.train_sharded import FLAT, SHAPES
 from support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
@@ -42,7 +42,7 @@ class LoopCase(ShardedCase):
 
         Its live replica, where it has one, has completed the step.
         """
-        if self.shape == "hybrid":
+        if "hybrid" in self.shape:
             return None if self.moment == "arena_copy" or self.collective else super().exact_step
         if self.moment in ("update", "after_update", "arena_copy"):
             return STEP if self.kind == "sigkill" else None
@@ -56,6 +56,7 @@ class LoopCase(ShardedCase):
 
 COVERING = (
     LoopCase("sigkill", "arena_copy", "last", "run"),
+    LoopCase("sigkill", "gasp_save", "first", "run", 2, "flat-own"),
     LoopCase("killed-together", "arena_copy", "all", "run"),
 )
 COLLECTIVES = ("all_gather-2", "all_gather-6", "reduce_scatter-1", "reduce_scatter-4")
@@ -66,6 +67,10 @@ REST = (
       for shape, world, moment in itertools.product(SHAPES, (2, 4), MOMENTS + COLLECTIVES)
       for rank in (("first", "last") if world == 2 else ("first", "1", "2", "last"))
       if (shape, world) != ("hybrid", 2)),
+    *(LoopCase("sigkill", moment, rank, "run", 4 if shape == "flat-hybrid" else 2, shape)
+      for shape, moment, rank in itertools.product(FLAT, MOMENTS + COLLECTIVES, ("first", "last"))),
+    *(LoopCase("killed-together", "data", "all", "run", 2, shape) for shape in FLAT if shape != "flat-hybrid"),
+    *(LoopCase(kind, "forward", "last", "run", 2, "flat-own") for kind in ("exception", "sigterm", "sigstop")),
     *(LoopCase("killed-together", "data", "all", "run", 4, shape) for shape in ("plain", "hybrid")),
     *(LoopCase(kind, moment, "last", "run") for kind, moment in itertools.product(
         ("exception", "sigterm", "sigstop"), ("forward", "after_update", "periodic_save", *COLLECTIVES[1::2]))

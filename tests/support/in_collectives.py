@@ -1,4 +1,4 @@
-"""A fault inside of a collective of `fully_shard`: this rank has begun it, and no rank has its result.
+"""A fault inside of a collective of `fully_shard` or FSDP1: this rank has begun it, and no rank has its result.
 
 IN_COLLECTIVE="sigkill,1,5,all_gather,2" kills rank 1 in the second all-gather of the step that follows step 5.
 """

@@ -1,4 +1,4 @@
-"""Small models for FSDP2, with layers and optimizers of many kinds, for four ranks on CPU."""
+"""Small models for FSDP2 and FSDP1, with layers and optimizers of many kinds, for four ranks on CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -126,9 +133,52 @@ def several() -> Built:
     return {"a": first, "b": second}, {"x": torch.optim.AdamW(both[4:], lr=0.01), "y": Counting(both[:4])}
 
 
-SHAPES: dict[str, Callable[[], Built]] = {
-    build.__name__: build for build in (one_dimension, hybrid, half, tensor_parallel, several)
-}
+def _flat(model: nn.Module, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def flat() -> Built:
+    """FSDP1: flat tensors for the layers, for what is frozen, and for the rest."""
+    model: Any = Net()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = _flat(layer)
+    model.frozen = _flat(model.frozen)
+    whole = _flat(model)
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    groups: list[Any] = [{"params": trained[:1], "weight_decay": 0.0}, {"params": trained[1:]}]
+    return {"model": whole}, {"optimizer": torch.optim.AdamW(groups, lr=0.01)}
+
+
+def flat_own() -> Built:
+    """FSDP1 with the parameters in the optimizer, mixed precision, activation checkpointing."""
+    model, policy = Net(), MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = _flat(checkpoint_wrapper(layer), use_orig_params=True, mixed_precision=policy)
+    whole = _flat(model, use_orig_params=True)
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    groups: list[Any] = [{"params": trained[:3], "weight_decay": 0.0}, {"params": trained[3:]}]
+    return {"model": whole}, {"optimizer": torch.optim.AdamW(groups, lr=0.01)}
+
+
+def flat_hybrid() -> Built:
+    """FSDP1, two replicas of two shards; momentum."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    kind = ShardingStrategy.HYBRID_SHARD
+    model = _flat(Net(), use_orig_params=True, sharding_strategy=kind, device_mesh=mesh)
+    return {"model": model}, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)}
+
+
+def flat_whole() -> Built:
+    """FSDP1 that shards nothing, in a model of two."""
+    model, kind = Net(), ShardingStrategy.NO_SHARD
+    first = _flat(model, use_orig_params=True, sharding_strategy=kind)
+    second = _flat(Net(16), use_orig_params=True)
+    both = [*first.parameters(), *second.parameters()]
+    return {"a": first, "b": second}, {"x": torch.optim.AdamW(both, lr=0.01)}
+
+
+_ALL = (one_dimension, hybrid, half, tensor_parallel, several, flat, flat_own, flat_hybrid, flat_whole)
+SHAPES: dict[str, Callable[[], Built]] = {build.__name__: build for build in _ALL}
 
 
 def built(name: str, seed: int = 1) -> Built:

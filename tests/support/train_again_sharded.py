@@ -1,4 +1,6 @@
-"""Loops in which each rank holds a part (FSDP2, HSDP, ZeroRedundancyOptimizer), in a function that is entered again."""
+"""Loops in which each rank holds a part, in a function that is entered again: FSDP2, HSDP, FSDP1 and
+ZeroRedundancyOptimizer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from support.again_faults import note
 
 GATE = 5
 """Completed steps after which the ranks wait for the file `go`: faults come behind it."""
-SHAPES = ("zero", *train_sharded.SHAPES)
+SHAPES = ("zero", *train_sharded.SHAPES, *train_sharded.FLAT)
 _copy = arena.Arena.copy
 _drop_groups: Any = vars(again)["drop_groups"]
 _before: Any = lambda: None  # noqa: E731
@@ -122,19 +124,23 @@ def made(args: argparse.Namespace, world: int) -> tuple[Any, Any]:
         return train_zero.made("plain")
     if args.outside and not _outside:
         _outside.append(train_sharded.layers().to(card.device()))
-    model = train_sharded.sharded(args.shape, world, _outside[0] if args.outside else None)
+    make = train_sharded.flat if args.shape in train_sharded.FLAT else train_sharded.sharded
+    model = make(args.shape, world, _outside[0] if args.outside else None)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def step(shape: str, model: Any, optimizer: Any, inputs: Any, wanted: Any) -> None:
     """One update."""
     optimizer.zero_grad()
-    parts = 2 if shape in ("accumulated", "summed") else 1
+    parts = 2 if shape in ("accumulated", "summed", "flat-accumulated") else 1
     for i, (a, b) in enumerate(zip(inputs.chunk(parts), wanted.chunk(parts), strict=True)):
         if shape == "accumulated":
             model.set_requires_gradient_sync(i == parts - 1)
-        ((model(a + 0.1 * random.random() * torch.randn_like(a)) - b) ** 2).mean().backward()
-    if shape != "zero":
+        with train_sharded.unsynchronised(shape, model, i):
+            ((model(a + 0.1 * random.random() * torch.randn_like(a)) - b) ** 2).mean().backward()
+    if shape in train_sharded.FLAT:
+        model.clip_grad_norm_(1.0)
+    elif shape != "zero":
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by operations of DTensors on the mesh
     optimizer.step()
 

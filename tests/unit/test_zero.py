@@ -12,7 +12,7 @@ from torch import nn
 
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch import TorchState
-from lastgasp.pytorch.sharded.names import optimizer_leaves
+from lastgasp.pytorch.sharded.names import names_of, optimizer_leaves
 from lastgasp.pytorch.sharded.shards import Shards
 from lastgasp.pytorch.unsaved import UnsavedOptimizers
 from lastgasp.pytorch.zero import inside, is_zero, unsupported
@@ -96,7 +96,7 @@ def test_what_a_rank_writes() -> None:
     assert own == moments and table.alone == (("optimizer", "state", "0.bias", "seen"),)
     assert {entry.name for entry in table.entries if entry.plain} == {f"model.{name}" for name in model.state_dict()}
     assert [group.params for group in table.groups] == [("0.weight", "0.bias", "1.weight", "1.bias")]
-    leaves, _ = optimizer_leaves(zero, ("optimizer",), {id(p): n for n, p in model.named_parameters()})
+    leaves, _ = optimizer_leaves(zero, ("optimizer",), names_of(model, "")[2])
     assert all(leaf.alone for leaf in leaves)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lastgasp.adapter.hooks import replace_attribute
+from lastgasp.pytorch.zero import is_flat
 from lastgasp.testing.archive import FaultyArchive
 from lastgasp.testing.faults import FaultKit
 
@@ -56,16 +57,16 @@ def hook_model(
 ) -> None:
     """Fire `forward` in the module, and `backward` at the parameter, in the middle of the model.
 
-    Parameters of `fully_shard`, and of DeepSpeed's engine, get no gradient of their own in the backward pass: there it
-    is the module's output. Where that module is compiled with others it is after all of them, since hooks inside would
-    be traced into the graph; what is compiled later than this is left alone.
+    Parameters of `fully_shard`, of FSDP1 and of DeepSpeed's engine get no gradient of their own in the backward pass:
+    there it is the module's output. Where that module is compiled with others it is after all of them, since hooks
+    inside would be traced into the graph; what is compiled later than this is left alone.
 
     Args:
         module: the model, with what it is wrapped in.
         graph: the object and its method that run the compiled graph, where the framework compiles another one than a
             module.
     """
-    sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
+    sharded = is_flat(module) or any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
     in_forward = _InForward(fire, sharded)
     inner = [name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
     middle = inner[len(inner) // 2]

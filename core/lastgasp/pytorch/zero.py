@@ -1,6 +1,7 @@
-"""`torch.distributed.optim.ZeroRedundancyOptimizer`: each rank updates some of the parameters, and sends them to all.
+"""What shards without DTensors: `torch.distributed.optim.ZeroRedundancyOptimizer`, and FSDP1 (`sharded.flat`).
 
-The state of a parameter is on one rank alone, that of an ordinary optimizer inside. Parameters are whole on all ranks.
+With the first one each rank updates some of the parameters, and sends them to all. The state of a parameter is on one
+rank alone, that of an ordinary optimizer inside. Parameters are whole on all ranks.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-_NAME = "ZeroRedundancyOptimizer"
+_NAME, _FLAT = "ZeroRedundancyOptimizer", "FullyShardedDataParallel"
 _REMEDY = "Leave {} out, or use fully_shard (FSDP2) with a plain optimizer."
 
 
 def is_zero(optimizer: Any) -> bool:
     """Whether it is one, also of a derived class."""
     return any(kind.__name__ == _NAME for kind in type(optimizer).__mro__)
+
+
+def is_flat(model: Any) -> bool:
+    """Whether FSDP1 has some of a model's parameters."""
+    return any(kind.__name__ == _FLAT for module in model.modules() for kind in type(module).__mro__)
 
 
 def inside(optimizer: Any) -> Any:

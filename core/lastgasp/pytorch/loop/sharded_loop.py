@@ -28,6 +28,7 @@ from lastgasp.pytorch.loop.periodic import failed, together
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE, buffers_of, not_alike, notes_on, record_of
 from lastgasp.pytorch.loop.state import Snapshot
 from lastgasp.pytorch.sharded import LAYOUT, Shards, fill
+from lastgasp.pytorch.sharded.flat import stays_alive
 from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_parts import part_of
 from lastgasp.pytorch.sharded_source import ShardedSource
@@ -57,7 +58,11 @@ class ShardedLoop(ShardedSource):
     @property
     def never_again(self) -> str:
         """Why the training can never be entered again; empty if it can."""
-        return "" if self.arena is not None else "without arenas, where a rank's part goes with it"
+        if self.arena is None:
+            return "without arenas, where a rank's part goes with it"
+        if any(map(stays_alive, self._run.state.modules.values())):
+            return "with FSDP1's HYBRID_SHARD or NO_SHARD, which keeps a model in memory whose backward pass fails"
+        return ""
 
     def started(self) -> None:
         """The state is loaded: describe it, and check what is saved once for all ranks."""

@@ -41,12 +41,12 @@ from lastgasp.pytorch.owncopy import own_copy
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.pytorch.weight_modes import patch_group, which_weights
-from lastgasp.pytorch.zero import is_zero
+from lastgasp.pytorch.zero import is_flat, is_zero
 from lastgasp.topology import ReplicaGroups, data_parallel
 
 HOOKS = "_optimizer_step_pre_hooks"
 """What torch's optimizers keep their hooks in."""
-_SHARDED = ("FullyShardedDataParallel", "PipelineModule")
+_PIPELINE = "PipelineModule"
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class TorchState:
                   for parts in (self.optimizers, self.schedulers)]  # fmt: skip
         self.as_set = AsSet(called[0], called[1], "in the body of the loop over batches", self.container)
         self.ddp = next(filter(None, map(ddp_of, self.models.values())), None)
-        spread = any(hasattr(p, "device_mesh") for p in self.container.parameters())
+        spread = is_flat(self.container) or any(hasattr(p, "device_mesh") for p in self.container.parameters())
         self.partitioned = any(map(is_zero, self.optimizers.values()))
         self.sharded = spread or self.partitioned or self.engine is not None
 
@@ -176,9 +176,9 @@ class TorchState:
         remedy = "Use fully_shard (FSDP2) or DistributedDataParallel, or lastgasp's Lightning or Megatron plugin."
         for module in [*self.models.values(), *self.modules.values()]:
             kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
-            if inner := [kind for kind in _SHARDED if kind in kinds]:
+            if _PIPELINE in kinds:
                 allowed = "a model that each rank holds completely (DDP), or fully_shard"
-                raise ConfigError("model", inner[0], allowed, remedy)
+                raise ConfigError("model", _PIPELINE, allowed, remedy)
         for optimizer in self.optimizers.values():
             if hasattr(optimizer, "consolidate_state_dict") and not is_zero(optimizer):
                 allowed = "an optimizer that each rank holds completely"

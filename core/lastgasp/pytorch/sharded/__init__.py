@@ -1,4 +1,4 @@
-"""State of which each rank holds a part: `torch.distributed.fsdp.fully_shard`, DTensors.
+"""State of which each rank holds a part: `torch.distributed.fsdp.fully_shard`, DTensors, FSDP1.
 
 A rank's part is described by a table, read as bytes where it lies, and written by whoever has these bytes as that
 rank's file of a `torch.distributed.checkpoint` directory, without a collective. Plain `dcp.load` reads that directory.

@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lastgasp.errors import ConfigError
+from lastgasp.pytorch.sharded.flat import Flats
 from lastgasp.pytorch.sharded.names import Leaf, model_leaves
 from lastgasp.pytorch.sharded.table import Chunk, Undescribable, chunk_of, local_of, shard_key, strides_of
-from lastgasp.pytorch.zero import is_zero
+from lastgasp.pytorch.zero import is_flat, is_zero
 from lastgasp.pytorch.zero import unsupported as zero_unsupported
 from lastgasp.replicas import PIPELINES, require_same_names
 from lastgasp.topology import ReplicaGroups
 
 _FULLY_SHARD = "Use torch.distributed.fsdp.fully_shard (FSDP2): each rank's part can be read without the others."
 _KINDS = {
-    "FullyShardedDataParallel": ("a model sharded by fully_shard, or one that each rank holds", _FULLY_SHARD),
     "DeepSpeedEngine": ("a plain optimizer and a model sharded by fully_shard, or DDP",
                         "DeepSpeed keeps parts of the state in buffers of its own. " + _FULLY_SHARD),
     "PipelineModule": ("a plain optimizer and a model sharded by fully_shard, or DDP",
@@ -37,6 +37,7 @@ def unsupported(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) 
                 if kind.__name__ in _KINDS:
                     return (kind.__name__, *_KINDS[kind.__name__])
     whole = not any(hasattr(p, "device_mesh") for model in models.values() for p in model.parameters())
+    whole = whole and not any(map(is_flat, models.values()))
     for optimizer in optimizers.values():
         if whole and is_zero(optimizer):
             if (found := zero_unsupported(optimizer)) is not None:
@@ -55,14 +56,14 @@ def unsupported(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) 
 def _described(leaf: Leaf) -> Chunk:
     try:
         strides_of(local_of(leaf.value))
-        return chunk_of(leaf.value, _world_size())
+        return leaf.chunk or chunk_of(leaf.value, _world_size())
     except Undescribable as error:
         raise Undescribable(f"{leaf.name}: {error}") from error
 
 
 def is_sharded(models: Mapping[str, nn.Module]) -> bool:
-    """Whether some parameter is a DTensor. To be asked where `unsupported` has returned None."""
-    return any(isinstance(leaf.value, DTensor) for _, leaf in _parameters(models))
+    """Whether some parameter is a DTensor, or of FSDP1. To be asked where `unsupported` has returned None."""
+    return any(leaf.chunk is not None or isinstance(leaf.value, DTensor) for _, leaf in _parameters(models))
 
 
 def replica_groups(models: Mapping[str, nn.Module], world_size: int, replicated: bool = False) -> ReplicaGroups:
@@ -110,10 +111,12 @@ class _Held:
 def _held(models: Mapping[str, nn.Module], replicated: bool) -> _Held:
     leaves = _parameters(models)
     chunks = [(f"{name} {leaf.name}", _described(leaf)) for name, leaf in leaves]
-    names = sorted((name, chunk.shape) for name, chunk in chunks)
-    spread = [leaf.value for (_, leaf), (_, chunk) in zip(leaves, chunks, strict=True)
+    names = sorted({(name, chunk.shape) for name, chunk in chunks})
+    spread = [_copies(leaf.value) for (_, leaf), (_, chunk) in zip(leaves, chunks, strict=True)
               if isinstance(leaf.value, DTensor) and 0 not in chunk.sizes]  # fmt: skip
-    joined = None if replicated or not spread else frozenset[int].intersection(*map(_copies, spread))
+    flats = [part for model in models.values() for part in Flats(model).all()]
+    spread += [part.copies for part in flats if part.count]
+    joined = None if replicated or not spread else frozenset[int].intersection(*spread)
     return _Held(xxhash.xxh3_128_digest(repr(names).encode()), shard_key(chunks), joined)
 
 

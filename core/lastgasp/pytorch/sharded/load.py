@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
@@ -21,20 +22,24 @@ from lastgasp.arena_digest import ALONE, threads
 from lastgasp.errors import CheckpointMismatch
 from lastgasp.pytorch.sharded import values
 from lastgasp.pytorch.sharded.files import groups_of
+from lastgasp.pytorch.sharded.flat import Pieces
 from lastgasp.pytorch.sharded.names import (
     Leaf,
-    model_leaves,
+    Names,
     names_of,
     optimizer_leaves,
     optimizer_path,
     root_of,
+    targets,
 )  # fmt: skip
-from lastgasp.pytorch.sharded.table import Entry, Group, Path, chunk_of, local_of, parse
+from lastgasp.pytorch.sharded.table import Chunk, Entry, Group, Path, chunk_of, local_of, parse
 from lastgasp.pytorch.zero import inside
 
 log = logging.getLogger("lastgasp")
 
 _SHOWN = 8
+Target = Tensor | Pieces
+"""What is filled."""
 
 
 class _Kept(Protocol):
@@ -46,7 +51,7 @@ class _Kept(Protocol):
     def paths(self) -> Mapping[str, Path]:
         """Name of everything in it -> its place in the state dictionary."""
 
-    def differs(self, name: str, tensor: Tensor) -> str:
+    def differs(self, name: str, tensor: Target) -> str:
         """Why this tensor cannot be filled from it; empty if it can."""
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
@@ -55,7 +60,7 @@ class _Kept(Protocol):
     def value(self, name: str) -> Any:
         """A value that is no tensor."""
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, Target]) -> None:
         """Fill these tensors in place."""
 
 
@@ -112,15 +117,15 @@ def fill(
 def _load(
     kept: _Kept, root: nn.Module, optimizers: dict[str, Any], single: bool, parts_too: bool = True
 ) -> None:
-    leaves, extra = model_leaves(root, "")
-    params, places = names_of(leaves), {name: optimizer_path(name, single) for name in optimizers}
+    leaves, extra, params = names_of(root, "")
+    places = {name: optimizer_path(name, single) for name in optimizers}
     problems = _problems(kept, leaves, "model.", {_name(one.path) for one in extra})
     for name, optimizer in optimizers.items():
         problems += _group_problems(kept, optimizer, optimizer_leaves(optimizer, places[name], params)[1])
     _require(kept, problems)
     for name, optimizer in optimizers.items():
         leaves += _with_state(kept, root, optimizer, places[name], params, parts_too)
-    tensors = {leaf.name: leaf.spread for leaf in leaves if isinstance(leaf.value, Tensor)}
+    tensors = targets([leaf for leaf in leaves if isinstance(leaf.value, Tensor)])
     with torch.no_grad():
         kept.fill(tensors)
     for leaf in leaves:
@@ -138,23 +143,24 @@ def _name(path: Path) -> str:
 
 
 def _with_state(
-    kept: _Kept, root: nn.Module, optimizer: Any, at: Path, params: Mapping[int, str], parts_too: bool
+    kept: _Kept, root: nn.Module, optimizer: Any, at: Path, params: Names, parts_too: bool
 ) -> list[Leaf]:
     """The leaves of an optimizer that has just the state that the checkpoint has for it."""
     begin, inner = _name((*at, "state")) + ".", inside(optimizer)
     if any(name.startswith(begin) for name in kept.paths):
-        _make_state(root, inner)
+        _make_state(root, inner, params)
         _make_lacking(kept, optimizer, at, params)
     known, state = {path[: len(at) + 2] for path in kept.paths.values()}, inner.state
     for key in list(state):  # made just now, where there was none when the checkpoint was written
-        if (*at, "state", params.get(id(key), "") if isinstance(key, Tensor) else str(key)) not in known:
+        names = (params.of(key) if isinstance(key, Tensor) else (str(key),)) or ("",)
+        if params.elsewhere().issuperset(names) or not any((*at, "state", name) in known for name in names):
             del state[key]
     leaves, _ = optimizer_leaves(optimizer, at, params, parts_too=parts_too)
     _require(kept, _problems(kept, leaves, begin, _of_others(kept, optimizer, at, params)))
     return leaves
 
 
-def _make_state(root: nn.Module, inner: Any) -> None:
+def _make_state(root: nn.Module, inner: Any, params: Names) -> None:
     """Have torch make what it can of an optimizer's state, and leave nothing else behind. Never raises.
 
     It makes none where there are gradients or some state, nor for what is frozen; some optimizers refuse that update.
@@ -164,7 +170,10 @@ def _make_state(root: nn.Module, inner: Any) -> None:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        get_optimizer_state_dict(root, inner)
+        if params.flats:  # which the other function gathers
+            _init_optim_state(inner)
+        else:
+            get_optimizer_state_dict(root, inner)
     except Exception as error:  # of the optimizer's kind
         log.debug("%s makes no state of itself before a checkpoint is loaded: %s", type(inner).__name__, error)
     finally:
@@ -174,7 +183,7 @@ def _make_state(root: nn.Module, inner: Any) -> None:
             group["lr"] = rate
 
 
-def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, str]) -> None:
+def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Names) -> None:
     """Make the state that only the checkpoint has: of what was frozen, say, or made in a later update than the first.
 
     Not where the optimizer lacks options of the one that was saved: it is another one. Nor under keys that may not have
@@ -186,8 +195,9 @@ def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, st
         return
     depth, there = len(begin) + 1, {leaf.path for leaf in leaves}
     alike = {leaf.path[depth:]: leaf for leaf in leaves if isinstance(leaf.value, Tensor)}
-    own = {params[id(p)]: (p, group) for group in inner.param_groups for p in group["params"]}
-    others = set(params.values()) - own.keys()
+    trained = [(p, group) for group in inner.param_groups for p in group["params"]]
+    own = {name: (p, group) for p, group in trained for name in params.of(p) if name not in params.elsewhere()}
+    others = params.all() - own.keys()
     lacking = [(path, name) for name, path in kept.paths.items() if path[: len(begin)] == begin and path not in there]
     for path, name in sorted(lacking, key=lambda one: [f"{key:0>9}" for key in one[0]]):  # lists in their order
         owner = path[len(begin)]
@@ -200,7 +210,7 @@ def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, st
         if stored is None:
             value = kept.value(name)
         else:
-            value = _empty(*stored, parameter, alike.get(path[depth:]), _on_host(str(path[-1]), group))
+            value = _empty(*stored, parameter, alike.get(path[depth:]), _on_host(str(path[-1]), group), params)
         if parameter is None:
             _put(inner.state, path[len(begin) :], value)
         else:
@@ -223,13 +233,15 @@ def _on_host(key: str, group: Mapping[str, Any]) -> bool:
 
 
 def _empty(
-    shape: torch.Size, dtype: torch.dtype, parameter: Tensor | None, alike: Leaf | None, on_host: bool
+    shape: torch.Size, dtype: torch.dtype, parameter: Tensor | None, alike: Leaf | None, on_host: bool, params: Names
 ) -> Tensor:
     """A tensor to be filled, as the parameter is spread over the ranks.
 
     Args:
         alike: what the optimizer has of the same name for another parameter, if anything.
     """
+    if parameter is not None and parameter.dim() and params.flats.parts.get(id(parameter)) and shape.numel() > 1:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if parameter is not None and shape == parameter.shape and not on_host:
         spread = isinstance(parameter, DTensor)
         if alike is None or not spread or isinstance(alike.value, DTensor):
@@ -251,10 +263,11 @@ def _put(holder: Any, keys: Path, value: Any) -> None:
             holder = holder.setdefault(key, found)
 
 
-def _of_others(kept: _Kept, optimizer: Any, at: Path, params: Mapping[int, str]) -> set[str]:
+def _of_others(kept: _Kept, optimizer: Any, at: Path, params: Names) -> set[str]:
     """The names of what the checkpoint has for parameters that other ranks update (`ZeroRedundancyOptimizer`)."""
-    own = {params.get(id(p)) for group in inside(optimizer).param_groups for p in group["params"]}
-    others = {params.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - own
+    own = {name for group in inside(optimizer).param_groups for p in group["params"] for name in params.of(p)}
+    others = {name for group in optimizer.param_groups for p in group["params"] for name in params.of(p)} - own
+    others |= params.elsewhere()
     begin = (*at, "state")
     return {n for n, path in kept.paths.items() if path[: len(begin)] == begin and path[len(begin)] in others}
 
@@ -267,12 +280,12 @@ def _require(kept: _Kept, problems: list[str]) -> None:
 
 def _problems(kept: _Kept, leaves: list[Leaf], begin: str, more: set[str]) -> list[str]:
     """What of these leaves is not in it, differs, or is only in it."""
-    own = {leaf.name: leaf.spread for leaf in leaves}
+    own = targets(leaves)
     there = {name for name in kept.paths if name.startswith(begin)}
     lines = [f"{name} is not in the checkpoint" for name in sorted((set(own) | more) - there)]
     lines += [f"{name} is only in the checkpoint" for name in sorted(there - set(own) - more)]
     for name, value in own.items():
-        if isinstance(value, Tensor) and name in there and (why := kept.differs(name, value)):
+        if isinstance(value, Tensor | Pieces) and name in there and (why := kept.differs(name, value)):
             lines.append(f"{name} is {why}")
     return lines
 
@@ -321,7 +334,7 @@ class _Directory:
         self._metadata: Metadata = self._reader.read_metadata()
         self.paths: dict[str, Path] = self._metadata.planner_data or {}
 
-    def differs(self, name: str, tensor: Tensor) -> str:
+    def differs(self, name: str, tensor: Target) -> str:
         """As `_Kept.differs`."""
         stored = self._metadata.state_dict_metadata[name]
         if not isinstance(stored, TensorStorageMetadata):
@@ -344,10 +357,30 @@ class _Directory:
             # Not weights_only: it is our own file, verified, and holds states of the user's objects.
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=False)
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, Target]) -> None:
         """As `_Kept.fill`."""
-        if tensors:
-            dcp_load(dict(tensors), storage_reader=self._reader, no_dist=True)
+        here = {name: one for name, one in tensors.items() if not isinstance(one, Pieces) or one.pieces}
+        if here:
+            dcp_load(here, storage_reader=self._reader, planner=_Planner(), no_dist=True)
+
+
+class _Planner(DefaultLoadPlanner):
+    """For tensors by their names in the checkpoint, and pieces, which the base takes for values."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As they are."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """As in the base, and pieces."""
+        found = self.state_dict[index.fqn]
+        return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_tensor(index)
 
 
 class _Memory:
@@ -357,7 +390,9 @@ class _Memory:
 
     def __init__(self, image: Any, known: values.Values) -> None:
         self._image, table = image, image.table
-        self._entries: dict[str, Entry] = {entry.name: entry for entry in table.entries}
+        self._entries: dict[str, list[Entry]] = {}
+        for entry in table.entries:
+            self._entries.setdefault(entry.name, []).append(entry)
         given = known.groups
         pairs = [*known.objects, *(groups_of(table.groups, given) if given is not None else ())]
         pairs += [] if given is not None else [((*one.path, "params"), list(one.params)) for one in table.groups]
@@ -365,38 +400,50 @@ class _Memory:
         self.paths: dict[str, Path] = {_name(path): path for path, _ in pairs}
         self.paths |= {entry.name: entry.path for entry in table.entries}
 
-    def differs(self, name: str, tensor: Tensor) -> str:
+    def differs(self, name: str, tensor: Target) -> str:
         """As `_Kept.differs`."""
-        entry = self._entries.get(name)
-        if entry is None:  # a tensor among the values of a parameter group
+        entries = self._entries.get(name)
+        if entries is None:  # a tensor among the values of a parameter group
             value = self._values[name]
             alike = isinstance(value, Tensor) and (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
             return "" if alike else "another value there"
-        chunk, local = chunk_of(tensor, self._image.table.world_size), local_of(tensor)
-        there = entry.torch_dtype, entry.shape, entry.offsets, entry.sizes
-        here = local.dtype, chunk.shape, chunk.offsets, tuple(local.shape)
+        there = [(one.torch_dtype, one.shape, one.offsets, one.sizes) for one in entries if one.nbytes]
+        pieces = self._pieces(tensor)
+        here = [(tensor.dtype, chunk.shape, chunk.offsets, tuple(t.shape)) for chunk, t in pieces if t.numel()]
         return "" if here == there else f"{there} there and {here} here (type, shape, offsets, sizes)"
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
         """As `_Kept.tensor`."""
-        entry = self._entries.get(name)
-        return None if entry is None else (torch.Size(entry.shape), entry.torch_dtype)
+        entries = self._entries.get(name)
+        return None if entries is None else (torch.Size(entries[0].shape), entries[0].torch_dtype)
 
     def value(self, name: str) -> Any:
         """As `_Kept.value`."""
         return self._values[name]
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, Target]) -> None:
         """As `_Kept.fill`, by as many threads as verify: each page is touched for the first time."""
         def fill(name: str) -> None:
-            entry = self._entries.get(name)
-            local_of(tensors[name]).copy_(self._values[name] if entry is None else self._image.tensor(entry))
+            target = tensors[name]
+            if name not in self._entries:
+                assert isinstance(target, Tensor)  # `differs` has found it alike
+                local_of(target).copy_(self._values[name])
+                return
+            entries = [entry for entry in self._entries[name] if entry.nbytes]
+            into = [tensor for _, tensor in self._pieces(target) if tensor.numel()]
+            for entry, tensor in zip(entries, into, strict=True):
+                tensor.copy_(self._image.tensor(entry))
 
-        if sum(local_of(tensor).nbytes for tensor in tensors.values() if tensor.device.type == "cpu") < ALONE:
+        nbytes = [one.nbytes if isinstance(one, Pieces) else local_of(one).nbytes
+                  for one in tensors.values() if one.device.type == "cpu"]  # fmt: skip
+        if sum(nbytes) < ALONE:
             for name in tensors:
                 fill(name)
         else:
             with ThreadPoolExecutor(threads()) as pool:
                 list(pool.map(fill, tensors))
 
-
+    def _pieces(self, target: Target) -> list[tuple[Chunk, Tensor]]:
+        if isinstance(target, Pieces):
+            return target.pieces
+        return [(chunk_of(target, self._image.table.world_size), local_of(target))]

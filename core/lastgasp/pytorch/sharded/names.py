@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lastgasp.pytorch.sharded.table import Group, Path, Undescribable
+from lastgasp.pytorch.sharded.flat import INNER, Flats, Part, Pieces, Slice, state_slices
+from lastgasp.pytorch.sharded.table import Chunk, Group, Path, Undescribable
 from lastgasp.pytorch.zero import inside, is_zero
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -29,10 +30,11 @@ class Leaf:
 
     Attributes:
         path: where it is in the state dictionary.
-        holder, key: it is `holder[key]`; for a parameter of `fully_shard`, `holder.sharded_param` with an empty key.
+        holder, key: it is `holder[key]`; for what FSDP manages, `holder.sharded_param` with an empty key.
         buffer: key in the `state_dict` of the container, for a module's buffer.
         alone: no other rank holds it, although it is no part of a larger tensor.
         part_of: a plain tensor that holds this rank's part alone, as this DTensor is spread over the ranks.
+        chunk: its place in a larger tensor, where no DTensor tells it (FSDP1); others may have the same path.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Leaf:
     buffer: str = ""
     alone: bool = False
     part_of: DTensor | None = None
+    chunk: Chunk | None = None
 
     @property
     def spread(self) -> Any:
@@ -81,25 +84,29 @@ def _walk(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, str, n
     yield raw, clean, module
     for name, child in module._modules.items():
         if child is not None:
-            transparent = (
-                name in (_CHECKPOINTED, _COMPILED) or (name == _DDP and isinstance(module, DistributedDataParallel))
-            )
+            inside_ddp = name == _DDP and isinstance(module, DistributedDataParallel)
+            transparent = inside_ddp or name in (_CHECKPOINTED, _COMPILED, INNER)
             yield from _walk(child, f"{raw}{name}.", clean if transparent else f"{clean}{name}.")
 
 
-def model_leaves(root: nn.Module, prefix: str) -> tuple[list[Leaf], list[ExtraState]]:
-    """Parameters, persistent buffers and extra states. Parameters of `fully_shard` are found while gathered, too.
+def model_leaves(root: nn.Module, prefix: str, flats: Flats | None = None) -> tuple[list[Leaf], list[ExtraState]]:
+    """Parameters, persistent buffers and extra states. Parameters that FSDP manages are found while gathered, too.
 
     Args:
         prefix: begins the names of the buffers in the container (`TorchState.container`).
+        flats: of the root.
 
     Raises:
         Undescribable: this torch keeps them elsewhere.
     """
     managed, leaves, extra = _managed(root), list[Leaf](), list[ExtraState]()
+    flats = Flats(root) if flats is None else flats
     for raw, clean, module in modules_of(root):
+        for name, part in flats.by_module.get(id(module), ()):
+            part.name = part.name or clean + name
+            leaves += _boxes((MODEL, clean + name), part.slices(part.stretch, 0))
         for name, value in module._parameters.items():
-            if value is not None:
+            if value is not None and not flats.manages(value):
                 owner = managed.get((id(module), name))
                 path = (MODEL, clean + name)
                 leaves.append(Leaf(path, module._parameters, name) if owner is None else Leaf(path, owner))
@@ -131,13 +138,54 @@ def _managed(root: nn.Module) -> dict[tuple[int, str], Any]:
     return found
 
 
-def names_of(leaves: list[Leaf]) -> dict[int, str]:
-    """`id` of a parameter -> its first name in the model."""
-    found: dict[int, str] = {}
+def _boxes(path: Path, slices: list[Slice]) -> list[Leaf]:
+    return [Leaf(path, one, chunk=one.chunk) for one in slices]
+
+
+class Names:
+    """The names that a model's parameters have in it first.
+
+    Args:
+        leaves: of the model; flats: of FSDP1.
+    """
+
+    def __init__(self, leaves: list[Leaf], flats: Flats) -> None:
+        self.flats, self._names = flats, dict[int, str]()
+        for leaf in leaves:
+            if not leaf.buffer and leaf.chunk is None:
+                self._names.setdefault(id(leaf.value), str(leaf.path[-1]))
+
+    def of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Those of what an optimizer trains: of all that lies in it, for a flat one; none if it is not the model's."""
+        if parts := self.flats.parts.get(id(parameter)):
+            return tuple(part.name for part in parts)
+        name = self._names.get(id(parameter))
+        return () if name is None else (name,)
+
+    def all(self) -> set[str]:
+        """All of them."""
+        return {*self._names.values(), *(part.name for part in self.flats.all())}
+
+    def elsewhere(self) -> set[str]:
+        """Those for which an optimizer has nothing here, as others have all of their elements."""
+        return {part.name for part in self.flats.all() if part.own is not None and not part.count}
+
+
+def names_of(root: nn.Module, prefix: str) -> tuple[list[Leaf], list[ExtraState], Names]:
+    """`model_leaves`, and their names."""
+    flats = Flats(root)
+    leaves, extra = model_leaves(root, prefix, flats)
+    return leaves, extra, Names(leaves, flats)
+
+
+def targets(leaves: list[Leaf]) -> dict[str, Any]:
+    """All by their names, what is to be filled in several boxes as one."""
+    found = {leaf.name: leaf.spread for leaf in leaves if leaf.chunk is None}
+    pieces = dict[str, list[tuple[Chunk, Tensor]]]()
     for leaf in leaves:
-        if not leaf.buffer:
-            found.setdefault(id(leaf.value), str(leaf.path[-1]))
-    return found
+        if leaf.chunk is not None:
+            pieces.setdefault(leaf.name, []).append((leaf.chunk, leaf.value))
+    return found | {name: Pieces(some) for name, some in pieces.items()}
 
 
 def optimizer_path(name: str, single: bool) -> Path:
@@ -146,7 +194,7 @@ def optimizer_path(name: str, single: bool) -> Path:
 
 
 def optimizer_leaves(
-    optimizer: Any, at: Path, names: Mapping[int, str], *, parts_too: bool = True
+    optimizer: Any, at: Path, names: Names, *, parts_too: bool = True
 ) -> tuple[list[Leaf], list[Group]]:
     """The state of each parameter, tensors and others, and the parameter groups.
 
@@ -159,17 +207,19 @@ def optimizer_leaves(
     leaves, groups, states = list[Leaf](), list[Group](), inside(optimizer).state
     spread = list[tuple[Leaf, DTensor]]()
     for number, group in enumerate(optimizer.param_groups):
-        params = []
+        params = list[str]()
         for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
+            found = names.of(parameter)
+            if not found:
                 shape = list(parameter.shape)
                 raise Undescribable(f"a parameter of shape {shape} in {type(optimizer).__name__} that is not among the "
-                                    "model's (was the optimizer made before fully_shard?)")  # fmt: skip
-            params.append(name)
+                                    "model's (was the optimizer made before the model was sharded?)")  # fmt: skip
+            params += found
             state = states.get(parameter)
-            if state:
-                own = list(_inside(state, (*at, "state", name)))
+            if state and (flat := names.flats.parts.get(id(parameter))):
+                leaves += _of_flat(state, (*at, "state"), flat)
+            elif state:
+                own = list(_inside(state, (*at, "state", *found)))
                 leaves += own
                 if isinstance(parameter, DTensor):
                     spread += [(leaf, parameter) for leaf in own]
@@ -180,6 +230,20 @@ def optimizer_leaves(
         return [replace(leaf, alone=True) for leaf in leaves], groups
     parts = _parts(spread, len(at) + 2) if parts_too else {}
     return [replace(leaf, part_of=parts.get(leaf.path)) for leaf in leaves], groups
+
+
+def _of_flat(state: Any, at: Path, parts: list[Part]) -> Iterator[Leaf]:
+    """The state of what FSDP1 has the optimizer train, for each parameter in it.
+
+    Where the optimizer trains parameters (`use_orig_params=True`), a rank has no state of those that others have alone.
+    """
+    for key in state:
+        if isinstance(state[key], Mapping | list):
+            raise Undescribable(f"{parts[0].name}: the optimizer's {key!r} is nested, which FSDP1 does not support")
+        for part, slices in zip(parts, state_slices(state, key, parts), strict=True):
+            path = (*at, part.name, str(key))
+            alone = part.own is not None and not part.whole
+            yield from [Leaf(path, state, key, alone=alone)] if slices is None else _boxes(path, slices)
 
 
 def _parts(spread: list[tuple[Leaf, DTensor]], depth: int) -> dict[Path, DTensor]:

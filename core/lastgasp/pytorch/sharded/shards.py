@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from lastgasp.errors import ConfigError
 from lastgasp.pytorch.sharded import values
+from lastgasp.pytorch.sharded.flat import Flats
 from lastgasp.pytorch.sharded.names import (
     MODEL,
     OPTIMIZER,
     ExtraState,
     Leaf,
-    model_leaves,
     names_of,
     optimizer_leaves,
     optimizer_path,
@@ -55,6 +55,7 @@ class Found:
     tensors: list[Leaf]
     others: list[Leaf]
     extra: list[ExtraState]
+    flats: Flats
 
 
 class Shards:
@@ -96,7 +97,8 @@ class Shards:
         self.payload_size = 0
         try:
             self._walk()
-            self._require_names(get_model_state_dict(self.root))
+            if not self.found.flats:  # which gathers all of them
+                self._require_names(get_model_state_dict(self.root))
         except Undescribable as error:
             raise ConfigError("model", str(error), _DENSE, "See docs/sharded.md.") from error
 
@@ -115,6 +117,8 @@ class Shards:
         Raises:
             ConfigError: something of the state cannot be described any more.
         """
+        if any(part.moved for part in self.found.flats.all()):
+            return self._again()
         if not self._nested and self._count() == self._counted:
             try:
                 now = self._locals()
@@ -128,6 +132,8 @@ class Shards:
         before = self._table
         try:
             self._walk()
+            if moved := next((part for part in self.found.flats.all() if part.moved), None):
+                raise Undescribable(f"{moved.name}: a parameter of FSDP1 that was given other memory")
         except Undescribable as error:
             raise ConfigError("model", str(error), _DENSE, "See docs/sharded.md.") from error
         return self._table != before
@@ -280,8 +286,8 @@ def _described(
     root: nn.Module, prefix: str, optimizers: Mapping[str, Any], single: bool, rank: int, world_size: int,
     *, parts_too: bool,
 ) -> Found:  # fmt: skip
-    found, extra = model_leaves(root, prefix)
-    names, groups = names_of(found), list[Group]()
+    found, extra, names = names_of(root, prefix)
+    groups = list[Group]()
     for name, optimizer in optimizers.items():
         own, its = optimizer_leaves(optimizer, optimizer_path(name, single), names, parts_too=parts_too)
         found += own
@@ -291,7 +297,8 @@ def _described(
     tensors.sort(key=lambda leaf: -leaf.value.element_size())  # so that all are aligned without gaps
     entries, nbytes = _entries(tensors, world_size)
     alone = tuple(leaf.path for leaf in others if leaf.alone)
-    return Found(Table(rank, world_size, tuple(entries), tuple(groups), nbytes, alone), tensors, others, extra)
+    table = Table(rank, world_size, tuple(entries), tuple(groups), nbytes, alone)
+    return Found(table, tensors, others, extra, names.flats)
 
 
 def _entries(tensors: list[Leaf], world_size: int) -> tuple[list[Entry], int]:
@@ -300,7 +307,7 @@ def _entries(tensors: list[Leaf], world_size: int) -> tuple[list[Entry], int]:
         tensor, local = leaf.value if leaf.part_of is None else leaf.part_of, local_of(leaf.value)
         try:
             key = (tensor.shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else id(tensor)
-            chunk = chunks.get(key) or chunks.setdefault(key, chunk_of(tensor, world_size))
+            chunk = leaf.chunk or chunks.get(key) or chunks.setdefault(key, chunk_of(tensor, world_size))
             strides = strides_of(local)
             if leaf.buffer and isinstance(tensor, DTensor):
                 raise Undescribable("a buffer that is a DTensor")
