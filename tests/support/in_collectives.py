@@ -15,10 +15,10 @@ from lastgasp.testing.faults import ENV_LOG, FaultKit, FaultSpec
 
 VARIABLE = "IN_COLLECTIVE"
 NAMES = {
-    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+    "all_gather": ("all_gather_single", "all_gather_into_tensor", "all_gather"),
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
 }
-"""What `fully_shard` calls them; an older torch has the second name alone."""
+"""What `fully_shard` calls them; an older torch has the second name alone, and FSDP1 the last ones."""
 
 
 def install(rank: int, step: Callable[[], int]) -> None:
@@ -34,17 +34,24 @@ def install(rank: int, step: Callable[[], int]) -> None:
     kind, where, at, collective, number = wanted.split(",")
     spec = FaultSpec(kind=kind, rank=int(where), step=int(at), phase=collective)
     kit = FaultKit((spec,), rank, attempt_in(os.environ), Path(os.environ[ENV_LOG]))
-    name = next(name for name in NAMES[collective] if hasattr(dist, name))
-    begin: Any = getattr(dist, name)
-    seen = list[int]()
+    seen, inside = list[int](), list[str]()
 
-    def begun(*args: Any, **kwargs: Any) -> Any:
-        work = begin(*args, **kwargs | {"async_op": True})
-        seen.append(step())
-        if seen.count(step()) == int(number):
-            kit.fire_at(collective, step())
-        if kwargs.get("async_op"):
-            return work
-        return work.wait()
+    def wrapped(begin: Any) -> Any:
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            if inside:  # one of them calls the other
+                return begin(*args, **kwargs)
+            inside.append(begin.__name__)
+            try:
+                work = begin(*args, **kwargs | {"async_op": True})
+            finally:
+                inside.clear()
+            seen.append(step())
+            if seen.count(step()) == int(number):
+                kit.fire_at(collective, step())
+            return work if kwargs.get("async_op") else work.wait()
 
-    setattr(dist, name, begun)
+        return begun
+
+    for name in NAMES[collective]:
+        if hasattr(dist, name):
+            setattr(dist, name, wrapped(getattr(dist, name)))
