@@ -16,6 +16,7 @@ import torch
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.testing.faults import InjectedFault
 from lastgasp_transformers import LastGasp
+from lastgasp_transformers.kept import KeptTrainer
 from support.launchers import incidents
 from support.train_transformers import VOCABULARY
 
@@ -143,3 +144,13 @@ def test_an_encoder_with_files_and_a_loss_of_its_own_goes_on(resumed: int, packa
     found = train("d", LastGasp(resume=tmp_path / f"d/checkpoint-{resumed}"))
     differ = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not differ, differ
+
+
+def test_a_loss_that_is_entered_again_has_the_bare_model(package: Any, tmp_path: Path) -> None:
+    """As in a new process: in its first step it was given the model in DDP."""
+    net = package.Encoder(VOCABULARY)
+    one: Any = trainer(tmp_path, net=net, kind=package.EncoderTrainer)
+    kept = KeptTrainer(one)
+    one.loss.model = torch.nn.Sequential(net)
+    kept.reset()
+    assert one.loss.model is net

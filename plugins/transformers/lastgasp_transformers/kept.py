@@ -35,6 +35,8 @@ class KeptTrainer:
         self._attributes = [(owner, dict(vars(owner))) for owner in owners]
         self._callbacks = list(handler.callbacks)
         self._model = KeptModel(trainer.model) if trainer.model is not None else None
+        beside = [root.value for root in roots_beside(trainer, roots_of(trainer))]
+        self._beside = [(one._modules, dict(one._modules)) for one in beside]  # the model in DDP, in that of a loss
         self._random = rng.RngRecorder([trainer.args.device]).snapshot()
         self.values = _values_of(trainer)
 
@@ -48,6 +50,9 @@ class KeptTrainer:
         for owner, values in self._attributes:
             vars(owner).clear()
             vars(owner).update(values)
+        for now, before in self._beside:
+            now.clear()
+            now.update(before)
         trainer.callback_handler.callbacks = list(self._callbacks)
         if self._model is not None:
             self._model.renew()
