@@ -952,7 +952,7 @@ def test_a_loader_in_use_can_be_copied(tmp_path: Path) -> None:
 
 
 class FullyShardedDataParallel(nn.Linear):
-    """Named as torch names it."""
+    """Of another package (fairscale), named as torch names its own."""
 
 
 @pytest.mark.parametrize("model", [FullyShardedDataParallel(2, 2), nn.Sequential(FullyShardedDataParallel(2, 2))])

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
@@ -35,7 +36,7 @@ from lastgasp.checkpoint import Provenance, Staged, verify
 from lastgasp.checkpoint.part import SavedPart, part_of
 from lastgasp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lastgasp.pytorch import sharded
-from support.sharded_models import Built, Net, built, spread, train
+from support.sharded_models import Built, Counting, Net, built, spread, train
 
 STEPS = 3
 
@@ -223,6 +224,52 @@ def severals(folder: Path) -> None:
 def flats(folder: Path) -> None:
     for name in ("flat", "flat_own", "flat_hybrid", "flat_whole"):
         everything(name, folder)
+
+
+def odd_flats(folder: Path) -> None:
+    """Buffers that FSDP1 casts; state that an optimizer makes late, also of parameters of one element; other orders."""
+    for own in (False, True):
+        made = odd_flat(own)
+        for step in range(2):
+            made[0]["model"](torch.ones(4, 1) + step).float().sum().backward()
+            made[1]["optimizer"].step()
+            made[1]["optimizer"].zero_grad()
+        wanted, images = snapshot(made), [b""] * 4
+        target, image = save(folder / f"odd{own}", made, set(), images), image_of(shards_of(made), groups_of(made))
+        again, memory, other = odd_flat(own), odd_flat(own), odd_flat(not own)
+        sharded.load(target, *again)
+        require_same(snapshot(again), wanted)
+        sharded.fill(image, *memory, rank=dist.get_rank(), world_size=4)
+        require_same(snapshot(memory), wanted)
+        sharded.load(target, *other)
+        for kind in (again, memory, other):
+            kind[0]["model"](torch.ones(4, 1)).float().sum().backward()
+            kind[1]["optimizer"].step()
+
+
+class Late(Counting):
+    """Refuses an update without a learning rate, so that nothing can be made before a checkpoint is loaded."""
+
+    def step(self, closure: Any = None) -> Any:
+        """The update."""
+        if not self.param_groups[0]["lr"]:
+            raise RuntimeError("no learning rate")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                    p.data.add_(self.state[p]["sum"], alpha=-group["lr"])
+
+
+def odd_flat(own: bool) -> Built:
+    """FSDP1 with one-element parameters and buffers in bfloat16."""
+    policy = MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16, cast_forward_inputs=True)
+    torch.manual_seed(3)
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": own, "mixed_precision": policy}
+    first = FullyShardedDataParallel(nn.Linear(1, 3), **options)
+    norm = nn.BatchNorm1d(3, dtype=torch.float32)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(1, 1), first, norm), **options)
+    return {"model": model}, {"optimizer": Late([{"params": list(model.parameters())}])}
 
 
 def replicas(folder: Path) -> None:
@@ -414,6 +461,14 @@ def moved_flat() -> None:
         parameter.data, parameter.grad = parameter.data.clone(), None
     with pytest.raises(ConfigError, match="a parameter of FSDP1 that was given other memory"):
         shards.look()
+    target: Any = FullyShardedDataParallel(nn.Linear(2, 3), device_id=torch.device("cpu"))  # without a forward pass
+    other = sharded.Shards({"model": target}, {}, dist.get_rank(), 4)
+    for parameter in target.parameters():
+        parameter.data = parameter.data + 1
+    other.look()
+    found = sharded.parse(b"".join(other.payload(None)))
+    whole = torch.cat([found.tensor(e).flatten() for e in found.table.entries])
+    assert torch.equal(whole, next(target.parameters()).detach()[: len(whole)])
     train(made, 2, 3)
     shards.look()
     held = sharded.parse(image_of(shards, None))
@@ -454,6 +509,11 @@ def refusals(folder: Path) -> None:
     flat: Any = FullyShardedDataParallel
     first = sharded.unsupported({"model": flat(old, device_id=torch.device("cpu"), use_orig_params=True)}, {})
     assert first is not None and "not contiguous" in first[0]
+    apart = Net()
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    apart.few = flat(apart.few, device_id=torch.device("cpu"), process_group=alone)
+    experts = sharded.unsupported({"model": flat(apart, device_id=torch.device("cpu"), use_orig_params=True)}, {})
+    assert experts is not None and "different process groups" in experts[0]
     make: Any = ZeroRedundancyOptimizer
     zero = make(Net().parameters(), torch.optim.AdamW)
     assert sharded.unsupported({"model": Net()}, {"optimizer": zero}) is None
@@ -462,8 +522,8 @@ def refusals(folder: Path) -> None:
 
 
 CHECKS = (
-    one_dimensions, hybrids, halves, tensor_parallels, severals, flats, replicas, alone, other_world, misfits, holes,
-    moved, refusals,
+    one_dimensions, hybrids, halves, tensor_parallels, severals, flats, odd_flats, replicas, alone, other_world,
+    misfits, holes, moved, refusals,
 )  # fmt: skip
 
 

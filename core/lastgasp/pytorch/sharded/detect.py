@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lastgasp.errors import ConfigError
@@ -22,6 +23,8 @@ from lastgasp.topology import ReplicaGroups
 
 _FULLY_SHARD = "Use torch.distributed.fsdp.fully_shard (FSDP2): each rank's part can be read without the others."
 _KINDS = {
+    "FullyShardedDataParallel": ("one of torch's (or fully_shard), or a model that each rank holds completely",
+                                 "That of another package keeps its parts elsewhere. " + _FULLY_SHARD),
     "DeepSpeedEngine": ("a plain optimizer and a model sharded by fully_shard, or DDP",
                         "DeepSpeed keeps parts of the state in buffers of its own. " + _FULLY_SHARD),
     "PipelineModule": ("a plain optimizer and a model sharded by fully_shard, or DDP",
@@ -33,7 +36,7 @@ def unsupported(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) 
     """What cannot be saved by the survivors, as (what it is, what is allowed, what to do); None if everything can."""
     for model in models.values():
         for module in model.modules():
-            for kind in type(module).__mro__:
+            for kind in type(module).__mro__ if not isinstance(module, FullyShardedDataParallel) else ():
                 if kind.__name__ in _KINDS:
                     return (kind.__name__, *_KINDS[kind.__name__])
     whole = not any(hasattr(p, "device_mesh") for model in models.values() for p in model.parameters())

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lastgasp.pytorch.sharded.table import Chunk, Undescribable
@@ -38,16 +39,17 @@ class Slice:
     flat: Callable[[], Tensor]
     begin: int
     chunk: Chunk
-    _of: Tensor | None = None
+    _of: tuple[Tensor, int] | None = None
     _view: Tensor | None = None
 
     @property
     def sharded_param(self) -> Tensor:
         """It, as it lies in memory: the same view as long as that is the same."""
-        flat = self.flat()
-        if self._view is None or flat is not self._of:
+        flat, of = self.flat(), self._of
+        if self._view is None or of is None or flat is not of[0] or flat.data_ptr() != of[1]:
             sizes = self.chunk.sizes
-            self._of, self._view = flat, flat.detach().view(-1)[self.begin : self.begin + prod(sizes)].view(sizes)
+            part = flat.detach().view(-1)[self.begin : self.begin + prod(sizes)]
+            self._of, self._view = (flat, flat.data_ptr()), part.view(sizes)
         return self._view
 
 
@@ -60,6 +62,7 @@ class Part:
         first: the first one among the parameter's own, in order.
         whole: every rank of the job holds all of it.
         copies: the ranks that hold the same of it.
+        all: the flat tensor.
         own: it, as the optimizer has it (`use_orig_params=True`); None where that has the flat tensor.
         name: in the model, as found first.
     """
@@ -71,6 +74,7 @@ class Part:
     shape: tuple[int, ...]
     whole: bool
     copies: frozenset[int]
+    all: Tensor
     own: nn.Parameter | None
     name: str = ""
     boxes: list[tuple[int, Chunk]] = field(default_factory=list)
@@ -88,12 +92,16 @@ class Part:
 
     @property
     def moved(self) -> bool:
-        """Whether the optimizer's parameter has other memory, which FSDP1 copies into its own in the next forward."""
-        own = self.own
-        if own is None or not self.count or own.numel() != self.count:  # gathered, or the flat one is trained
+        """Whether what the optimizer trains has other memory, which FSDP1 copies into its own in the next forward, or
+        (of a flat one) gives up there.
+        """
+        flat, trained, begin, count = self.stretch(), self.own, self.begin, self.count
+        if trained is None:
+            begin, count = 0, flat.numel()
+        now = self.all if trained is None else trained
+        if not count or now.numel() != count:  # gathered
             return False
-        flat = self.stretch()
-        return own.data_ptr() != flat.data_ptr() + self.begin * flat.element_size()
+        return now.data_ptr() != flat.data_ptr() + begin * flat.element_size()
 
 
 def boxes(shape: tuple[int, ...], first: int, end: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -135,6 +143,7 @@ class Flats:
         self.by_module: dict[int, list[tuple[str, Part]]] = {}
         self.parts: dict[int, list[Part]] = {}
         self._trained: set[int] = set()
+        self._groups: set[tuple[tuple[int, ...], ...]] = set()
         for module in root.modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 try:
@@ -153,9 +162,13 @@ class Flats:
             raise Undescribable("FSDP1 with parameters that are not contiguous")
         spread, ranks = handle.uses_sharded_strategy, dist.get_process_group_ranks(handle.process_group)
         across = getattr(module, "_inter_node_pg", None)
-        copies = [dist.get_rank()] if spread else ranks
-        if spread and across is not None:
-            copies = dist.get_process_group_ranks(across)
+        copies, others = [dist.get_rank()] if spread else ranks, list[int]()
+        if across is not None:
+            others = dist.get_process_group_ranks(across)
+            copies = others if spread else copies
+        self._groups.add((tuple(ranks), tuple(others)))
+        if len(self._groups) > 1:  # experts: ranks that hold the same boxes of them would be taken for equal
+            raise Undescribable("FSDP1 over different process groups in one model")
         whole = not spread and len(ranks) == dist.get_world_size()
 
         def stretch() -> Tensor:
@@ -169,7 +182,7 @@ class Flats:
                 begin, count, first = here.offset_in_shard, here.numel_in_shard, here.intra_param_start_idx
             else:
                 begin, count, first = 0, 0, 0
-            part = Part(stretch, begin, count, first, tuple(shape), whole, frozenset(copies), parameter)
+            part = Part(stretch, begin, count, first, tuple(shape), whole, frozenset(copies), flat, parameter)
             places.append((info.module, info.param_name, part))
         by = {(id(holder), name): part for holder, name, part in places}
         for one in flat._shared_param_infos:
@@ -247,6 +260,38 @@ class Pieces:
     def at(self, offsets: Any) -> Tensor:
         """The piece that begins there."""
         return next(tensor for chunk, tensor in self.pieces if chunk.offsets == tuple(offsets))
+
+
+class Planner(DefaultLoadPlanner):
+    """For tensors by their names in the checkpoint, and pieces, which the base takes for values."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As they are."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """As in the base, and pieces."""
+        found = self.state_dict[index.fqn]
+        return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_tensor(index)
+
+
+def cast_buffers(
+    root: nn.Module, buffers: Mapping[str, Tensor], stored: Callable[[str], tuple[torch.Size, torch.dtype] | None]
+) -> None:
+    """Have buffers the types in which a checkpoint has them, if FSDP1 will cast them to these in the first forward pass
+    (`MixedPrecision(buffer_dtype=...)`).
+    """
+    types = {getattr(getattr(module, "mixed_precision", None), "buffer_dtype", None) for module in root.modules()}
+    for name, buffer in buffers.items() if types - {None} else ():
+        found = stored(name)
+        if found is not None and found[1] in types and buffer.is_floating_point():
+            buffer.data = buffer.to(found[1])
 
 
 def state_slices(state: Mapping[Any, Any], key: Any, parts: list[Part]) -> list[list[Slice] | None]:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optimizer_state_dict
@@ -22,7 +21,7 @@ from lastgasp.arena_digest import ALONE, threads
 from lastgasp.errors import CheckpointMismatch
 from lastgasp.pytorch.sharded import values
 from lastgasp.pytorch.sharded.files import groups_of
-from lastgasp.pytorch.sharded.flat import Pieces
+from lastgasp.pytorch.sharded.flat import Pieces, Planner, cast_buffers
 from lastgasp.pytorch.sharded.names import (
     Leaf,
     Names,
@@ -32,7 +31,7 @@ from lastgasp.pytorch.sharded.names import (
     root_of,
     targets,
 )  # fmt: skip
-from lastgasp.pytorch.sharded.table import Chunk, Entry, Group, Path, chunk_of, local_of, parse
+from lastgasp.pytorch.sharded.table import Chunk, Entry, Group, Path, Undescribable, chunk_of, local_of, parse
 from lastgasp.pytorch.zero import inside
 
 log = logging.getLogger("lastgasp")
@@ -117,8 +116,17 @@ def fill(
 def _load(
     kept: _Kept, root: nn.Module, optimizers: dict[str, Any], single: bool, parts_too: bool = True
 ) -> None:
+    try:
+        _load_described(kept, root, optimizers, single, parts_too)
+    except Undescribable as error:
+        raise CheckpointMismatch(kept.path, [str(error)]) from error
+
+
+def _load_described(kept: _Kept, root: nn.Module, optimizers: dict[str, Any], single: bool, parts_too: bool) -> None:
     leaves, extra, params = names_of(root, "")
     places = {name: optimizer_path(name, single) for name in optimizers}
+    buffers = {leaf.name: leaf.value for leaf in leaves if leaf.buffer and leaf.name in kept.paths}
+    cast_buffers(root, buffers, kept.tensor)
     problems = _problems(kept, leaves, "model.", {_name(one.path) for one in extra})
     for name, optimizer in optimizers.items():
         problems += _group_problems(kept, optimizer, optimizer_leaves(optimizer, places[name], params)[1])
@@ -147,13 +155,15 @@ def _with_state(
 ) -> list[Leaf]:
     """The leaves of an optimizer that has just the state that the checkpoint has for it."""
     begin, inner = _name((*at, "state")) + ".", inside(optimizer)
+    before = set(inner.state)
     if any(name.startswith(begin) for name in kept.paths):
         _make_state(root, inner, params)
         _make_lacking(kept, optimizer, at, params)
     known, state = {path[: len(at) + 2] for path in kept.paths.values()}, inner.state
     for key in list(state):  # made just now, where there was none when the checkpoint was written
         names = (params.of(key) if isinstance(key, Tensor) else (str(key),)) or ("",)
-        if params.elsewhere().issuperset(names) or not any((*at, "state", name) in known for name in names):
+        others = key not in before and params.elsewhere.issuperset(names)
+        if others or not any((*at, "state", name) in known for name in names):
             del state[key]
     leaves, _ = optimizer_leaves(optimizer, at, params, parts_too=parts_too)
     _require(kept, _problems(kept, leaves, begin, _of_others(kept, optimizer, at, params)))
@@ -196,7 +206,7 @@ def _make_lacking(kept: _Kept, optimizer: Any, at: Path, params: Names) -> None:
     depth, there = len(begin) + 1, {leaf.path for leaf in leaves}
     alike = {leaf.path[depth:]: leaf for leaf in leaves if isinstance(leaf.value, Tensor)}
     trained = [(p, group) for group in inner.param_groups for p in group["params"]]
-    own = {name: (p, group) for p, group in trained for name in params.of(p) if name not in params.elsewhere()}
+    own = {name: (p, group) for p, group in trained for name in params.of(p) if name not in params.elsewhere}
     others = params.all() - own.keys()
     lacking = [(path, name) for name, path in kept.paths.items() if path[: len(begin)] == begin and path not in there]
     for path, name in sorted(lacking, key=lambda one: [f"{key:0>9}" for key in one[0]]):  # lists in their order
@@ -240,7 +250,7 @@ def _empty(
     Args:
         alike: what the optimizer has of the same name for another parameter, if anything.
     """
-    if parameter is not None and parameter.dim() and params.flats.parts.get(id(parameter)) and shape.numel() > 1:
+    if parameter is not None and params.flats.parts.get(id(parameter)) and len(shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if parameter is not None and shape == parameter.shape and not on_host:
         spread = isinstance(parameter, DTensor)
@@ -267,7 +277,7 @@ def _of_others(kept: _Kept, optimizer: Any, at: Path, params: Names) -> set[str]
     """The names of what the checkpoint has for parameters that other ranks update (`ZeroRedundancyOptimizer`)."""
     own = {name for group in inside(optimizer).param_groups for p in group["params"] for name in params.of(p)}
     others = {name for group in optimizer.param_groups for p in group["params"] for name in params.of(p)} - own
-    others |= params.elsewhere()
+    others |= params.elsewhere
     begin = (*at, "state")
     return {n for n, path in kept.paths.items() if path[: len(begin)] == begin and path[len(begin)] in others}
 
@@ -296,7 +306,7 @@ def _group_problems(kept: _Kept, optimizer: Any, groups: list[Group]) -> list[st
         name = _name((*group.path, "params"))
         if name not in kept.paths:
             lines.append(f"{_name(group.path)} is not in the checkpoint")
-        elif (stored := list(kept.value(name))) != list(group.params):
+        elif sorted(stored := list(kept.value(name))) != sorted(group.params):  # FSDP1's come by flat tensors
             lines.append(f"{name} are {_few(stored)} in the checkpoint and {_few(group.params)} here")
         for key, value in optimizer.param_groups[int(group.path[-1])].items():
             name = _name((*group.path, key))
@@ -361,26 +371,7 @@ class _Directory:
         """As `_Kept.fill`."""
         here = {name: one for name, one in tensors.items() if not isinstance(one, Pieces) or one.pieces}
         if here:
-            dcp_load(here, storage_reader=self._reader, planner=_Planner(), no_dist=True)
-
-
-class _Planner(DefaultLoadPlanner):
-    """For tensors by their names in the checkpoint, and pieces, which the base takes for values."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """As they are."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """As in the base, and pieces."""
-        found = self.state_dict[index.fqn]
-        return found.at(index.offset) if isinstance(found, Pieces) else super().lookup_tensor(index)
+            dcp_load(here, storage_reader=self._reader, planner=Planner(), no_dist=True)
 
 
 class _Memory:

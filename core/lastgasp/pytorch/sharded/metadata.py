@@ -86,13 +86,28 @@ def _problem(one: TensorStorageMetadata) -> str:
     if volume < one.size.numel():
         return f"{one.size.numel() - volume} of {one.size.numel()} elements are missing"
     inside = all(o + s <= d for offsets, sizes in boxes for o, s, d in zip(offsets, sizes, one.size, strict=True))
-    if volume > one.size.numel() or not inside or _overlap(boxes):
+    if volume > one.size.numel() or not inside or _overlap(boxes, tuple(one.size)):
         return "parts of it overlap"
     return ""
 
 
-def _overlap(boxes: list[_Box]) -> bool:
+def _run(box: _Box, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The elements of a box, in order, if they follow one another in the whole tensor, as FSDP1's do."""
+    offsets, sizes = box
+    cut = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
+    if any(size != whole for size, whole in zip(sizes[cut + 1 :], shape[cut + 1 :], strict=True)):
+        return None
+    first = 0
+    for offset, whole in zip(offsets, shape, strict=True):
+        first = first * whole + offset
+    return first, first + prod(sizes)
+
+
+def _overlap(boxes: list[_Box], shape: tuple[int, ...]) -> bool:
     """Whether two boxes have an element in common."""
+    runs = [_run(box, shape) for box in boxes]
+    if (found := [run for run in runs if run is not None]) and len(found) == len(boxes):
+        return any(first[1] > second[0] for first, second in pairwise(sorted(found)))
     cut = [dim for dim in range(len(boxes[0][0])) if len({(o[dim], s[dim]) for o, s in boxes}) > 1]
     if not cut:
         return len(boxes) > 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -166,9 +167,10 @@ class Names:
         """All of them."""
         return {*self._names.values(), *(part.name for part in self.flats.all())}
 
-    def elsewhere(self) -> set[str]:
+    @cached_property
+    def elsewhere(self) -> frozenset[str]:
         """Those for which an optimizer has nothing here, as others have all of their elements."""
-        return {part.name for part in self.flats.all() if part.own is not None and not part.count}
+        return frozenset(part.name for part in self.flats.all() if part.own is not None and not part.count)
 
 
 def names_of(root: nn.Module, prefix: str) -> tuple[list[Leaf], list[ExtraState], Names]:
