@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lastgasp import exitcodes
 from lastgasp.checkpoint import candidates
 from lastgasp.pytorch.loop.files import LAYOUT
+from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE
+from lastgasp.pytorch.sharded import LAYOUT as SHARDED
 from support.launchers import LIMIT, SUPPORT, environment, finish, incidents, run
 
 pytestmark = pytest.mark.fault
@@ -37,6 +40,33 @@ def test_what_a_checkpoint_lacks_is_noted(what: str, tmp_path: Path) -> None:
     assert incident.ending == ending, incident
     assert [note for note in incident.notes if text in note], incident.notes
     assert text in done.output
+
+
+@pytest.mark.full
+def test_experts_that_begin_with_other_values_under_one_name_are_refused(tmp_path: Path) -> None:
+    """A checkpoint has one of them."""
+    done = finish(run(SCRIPT, "experts", tmp_path / "d"), tmp_path)
+    assert done.returncode == exitcodes.REFUSED, done.output[-4000:]
+    assert "2.weight, 2.bias: ranks hold different values of the same part on meshes that nothing joins" in done.output
+
+
+@pytest.mark.full
+def test_experts_that_become_different_come_back_from_memory_alone(tmp_path: Path) -> None:
+    """Each rank's arena has its own."""
+    for name in ("d", "undisturbed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "undisturbed/died").touch()
+    for name in ("d", "undisturbed"):
+        done = finish(run(SCRIPT, "late_experts", tmp_path / name), tmp_path)
+        assert done.returncode == 0, done.output[-4000:]
+        assert "ranks hold different values of the same part of 2.weight, 2.bias, on meshes" in done.output
+        [periodic, *_] = candidates([tmp_path / name], SHARDED)
+        small = torch.load(periodic.path / SHARDED_FILE, weights_only=False)
+        assert "the ranks did not hold the same" in str(small[KEY])
+    [incident] = incidents(tmp_path / "d")
+    assert incident.ending == "in_arenas" and not list((tmp_path / "d").glob("gasp*"))
+    ends = [[(tmp_path / name / f"expert-{rank}").read_text() for rank in range(2)] for name in ("d", "undisturbed")]
+    assert ends[0] == ends[1] and ends[0][0] != ends[0][1]
 
 
 REFUSED = {

@@ -20,4 +20,4 @@ def test_a_sharded_state_is_described_written_and_loaded_bit_by_bit(tmp_path: Pa
     done = run_job([*ranks, str(WORKER), str(tmp_path)], tmp_path / "log", timeout=500, environ=environment())
     assert done.ok, done.output[-3000:]
     lines = [line for line in done.output.splitlines() if line.endswith(": ok")]
-    assert len(lines) == 14, done.output[-3000:]
+    assert len(lines) == 15, done.output[-3000:]

@@ -21,6 +21,7 @@ from lastgasp.errors import CheckpointMismatch, ConfigError, NotSaveable
 from lastgasp.pytorch import sharded
 from lastgasp.pytorch.extrastate import ExtraStates
 from lastgasp.pytorch.loop.extras import Extras
+from lastgasp.pytorch.sharded_alike import SharedParts
 from lastgasp.pytorch.sharded_source import ShardedSource
 
 Ranks = Callable[..., None]
@@ -125,11 +126,9 @@ def test_what_one_rank_writes_and_others_hold_otherwise_is_noted_once(as_rank: R
         tags.append(tag)
         return said
 
-    source: Any = object.__new__(ShardedSource)
-    source.shards, source._compared, source._cannot = shards, set(), ""
-    source.life = SimpleNamespace(session=SimpleNamespace(note=notes.append, gather=gather))
+    parts = SharedParts(SimpleNamespace(note=notes.append, gather=gather), shards, kept_equal=False)
     for step in "12":
-        source._compare_states(step)
+        parts.compare_states(step)
     assert tags == ["sharded/states/1"] and len(notes) == 1
     assert notes[0].startswith("optimizers hold sums as plain tensors or numbers that differ between ranks")
 
@@ -140,10 +139,12 @@ def test_what_cannot_be_described_any_more_costs_saves_and_not_the_training(as_r
     optimizer = Local(model.parameters())
     source: Any = object.__new__(ShardedSource)
     source.shards = sharded.Shards({"model": model}, {"optimizer": optimizer}, 0, 1)
-    source.arena, source._kept, source._compared, source._cannot = None, {}, set(), ""
-    source._completed = False
+    source.arena, source._kept, source._cannot, source._completed = None, {}, "", False
     source._extra_states = ExtraStates({})
-    source.life = SimpleNamespace(session=SimpleNamespace(note=notes.append, gather=lambda tag, own: [own]))
+    place = SimpleNamespace(replicas=((0,),))
+    session = SimpleNamespace(note=notes.append, gather=lambda tag, own: [own], place=place)
+    source.life = SimpleNamespace(session=session)
+    source._shared = SharedParts(session, source.shards, kept_equal=False)
     first = next(iter(model.parameters()))
     for step in range(1, 5):
         _grads(model, 1.0)

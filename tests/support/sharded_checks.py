@@ -11,7 +11,9 @@ import gc
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from lastgasp.checkpoint import Provenance, Staged, verify
 from lastgasp.checkpoint.part import SavedPart, part_of
 from lastgasp.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lastgasp.pytorch import sharded
+from lastgasp.pytorch.sharded_alike import SharedParts
 from support.sharded_models import Built, Counting, Net, built, spread, train
 
 STEPS = 3
@@ -288,11 +291,10 @@ def replicas(folder: Path) -> None:
         train(made, 0, 1)
         shards = shards_of(made)
         keys: list[Any] = [None] * 4
-        dist.all_gather_object(keys, (shards.digests(), shards.plain_digest()))
+        dist.all_gather_object(keys, shards.digests())
         for one in range(4):
-            alike = {other for other in range(4) if keys[one][0] == keys[other][0]}
+            alike = {other for other in range(4) if keys[one] == keys[other]}
             assert alike == next(set(group) for group in groups if one in group)
-        assert len({plain for _, plain in keys}) == 1
     assert sharded.replica_groups({"model": Net()}, 4) == ((0, 1, 2, 3),)
     apart()
     assert not sharded.is_sharded({"model": Net()})
@@ -312,6 +314,74 @@ def apart() -> None:
     few: Any = nn.Linear(1, 2)
     fully_shard(few)
     assert sharded.replica_groups({"model": few}, 4) == ((0,), (1,), (2, 3))  # of which two hold nothing
+
+
+class AllRanks:
+    """What `SharedParts` asks of a session."""
+
+    def __init__(self, replicas: Any = ((0,), (1,), (2,), (3,))) -> None:
+        self.place, self.notes = SimpleNamespace(replicas=replicas), list[str]()
+        self.note = self.notes.append
+
+    def gather(self, tag: str, payload: bytes) -> list[bytes]:
+        """From all ranks."""
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, (tag, payload))
+        assert len({tag for tag, _ in found}) == 1
+        return [one for _, one in found]
+
+
+def experts(folder: Path) -> None:
+    """Parts of one name on meshes that nothing joins: equal where tensor parallelism does not split, else experts."""
+    for kept_equal in (False, True):
+        session = AllRanks()
+        made = experts_of(dist.get_rank() // 2)
+        parts = SharedParts(session, shards_of(made), kept_equal)
+        refused = pytest.raises(ConfigError, match=r"0.weight, 0.bias: ranks hold different values of the same part")
+        with nullcontext() if kept_equal else refused:
+            parts.loaded(differed_before=False)
+        parts = SharedParts(session, shards_of(made), kept_equal)
+        parts.loaded(differed_before=True)
+        assert parts.alike == kept_equal and len(session.notes) == 1 + kept_equal, session.notes
+        session, made = AllRanks(), experts_of(0)
+        parts = SharedParts(session, shards_of(made), kept_equal)
+        parts.loaded(differed_before=False)
+        for step in range(1, 5):
+            if step > 1:  # a rate that begins with 0, and an expert that gets nothing for a while
+                made[0]["model"](torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+                made[1]["optimizer"].step()
+            parts.updated(step)
+            assert parts.alike == (kept_equal or step == 1), step
+        [note] = session.notes
+        assert note.startswith("ranks hold different values of the same part of 0.weight, 0.bias, "), note
+    for name in ("tensor_parallel", "hybrid", "one_dimension", "flat", "flat_whole"):
+        made, session = built(name), AllRanks()
+        shards = shards_of(made)
+        parts = SharedParts(session, shards, kept_equal=False)
+        parts.loaded(differed_before=False)
+        for step in range(1, 5):
+            train(made, step - 1, step)
+            shards.look()
+            parts.updated(step)
+        assert parts.alike and not session.notes, (name, session.notes)
+    for replicas in (((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))):
+        made, session = built("hybrid", seed=1 + dist.get_rank() // 2), AllRanks(replicas)
+        parts = SharedParts(session, shards_of(made), kept_equal=False)
+        parts.loaded(differed_before=False)
+        said = [note for note in session.notes if note.startswith("ranks should hold the same part of the model (")]
+        assert parts.alike and len(said) == (len(replicas) == 4), session.notes  # else they compare all they hold
+
+
+def experts_of(number: int) -> Built:
+    """A layer for each two ranks, and one for all of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "data"))
+    torch.manual_seed(number)
+    layer = nn.Linear(4, 4)
+    torch.manual_seed(9)
+    model = nn.Sequential(layer, nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh["data"])
+    fully_shard(model)
+    return {"model": model}, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)}
 
 
 def alone(folder: Path) -> None:
@@ -522,8 +592,8 @@ def refusals(folder: Path) -> None:
 
 
 CHECKS = (
-    one_dimensions, hybrids, halves, tensor_parallels, severals, flats, odd_flats, replicas, alone, other_world,
-    misfits, holes, moved, refusals,
+    one_dimensions, hybrids, halves, tensor_parallels, severals, flats, odd_flats, replicas, experts, alone,
+    other_world, misfits, holes, moved, refusals,
 )  # fmt: skip
 
 

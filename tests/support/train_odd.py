@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lastgasp.pytorch import Session, TorchState
 from support.waiting import until
 
-SHARDED = ("ignores", "makes")
+SHARDED = ("ignores", "makes", "experts", "late_experts")
 DIES = 5
 """Completed steps when rank 1 dies, in the body of the next one."""
 
@@ -50,9 +50,15 @@ class Makes(nn.Linear):
 
 
 def sharded(net: nn.Sequential, what: str) -> Any:
-    """By FSDP2, a layer of which it leaves alone, or one of which makes a buffer."""
+    """By FSDP2, a layer of which it leaves alone, or one of which makes a buffer, or is each rank's own expert."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    if what in ("experts", "late_experts"):
+        if what == "experts":
+            nn.init.constant_(net[2].weight, float(dist.get_rank()))
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "data"))
+        fully_shard(net[2], mesh=mesh["data"])
     if what == "makes":
         net[2] = Makes(4, 1)
     return fully_shard(net, ignored_params=set(net[2].parameters()) if what == "ignores" else None)
@@ -101,6 +107,9 @@ def main() -> None:
                 print("step", s.step, flush=True)
     if what == "reports":
         print("the end", flush=True)
+    if what == "late_experts":
+        weight: Any = net[2].weight
+        (directory / f"expert-{rank}").write_text(repr(weight.to_local().tolist()))
 
 
 def die(step: int, what: str, directory: Path) -> None:

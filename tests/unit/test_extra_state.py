@@ -119,11 +119,11 @@ def test_a_survivor_of_a_sharded_model_saves_that_of_the_step(
     module = Scaled(time, 0.05 if left_out else 0.0)
     source: Any = object.__new__(ShardedSource)
     source.shards = SimpleNamespace(
-        extra_modules={("model", "x"): module}, look=lambda: None, trained_whole=lambda: (b"", [])
+        extra_modules={("model", "x"): module}, look=lambda: None
     )
     source._extra_states = ExtraStates(source.shards.extra_modules)
     source._kept, source.arena, source.durable, source._completed, source.rank = {}, None, None, False, 0
-    source._cannot = ""
+    source._cannot, source._shared = "", SimpleNamespace(updated=lambda step: None, alike=True)
     source.life = SimpleNamespace(session=SimpleNamespace(note=notes.append))
     for name in ("require", "capture", "buffers"):
         monkeypatch.setattr(source, name, lambda *_: b"")

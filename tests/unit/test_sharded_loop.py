@@ -20,6 +20,7 @@ from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.loop.shards_again import ShardsAgain
 from lastgasp.pytorch.sharded.shards import Shards, host_memory
+from lastgasp.pytorch.sharded_alike import SharedParts
 
 HERE = "training 0 in ckpts"
 
@@ -92,6 +93,9 @@ class _Parts:
     def states_of_one(self) -> dict[str, bytes]:
         return {}
 
+    def shared(self) -> list[Any]:
+        return []
+
 
 @pytest.mark.parametrize("described_here", [False, True])
 def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
@@ -112,7 +116,8 @@ def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
     monkeypatch.setattr(EngineLoop, "capture", lambda self, step: b"aux")
     monkeypatch.setattr(EngineLoop, "merge", lambda *_: published.append(1))
     loop: Any = object.__new__(EngineLoop)
-    session = SimpleNamespace(note=notes.append, gather=lambda tag, own: [own])
+    session: Any = SimpleNamespace(note=notes.append, gather=lambda tag, own: [own])
+    session.place = SimpleNamespace(replicas=((0,),))
     engine = SimpleNamespace(
         progress=lambda phase: None, status=SimpleNamespace(durable=0), session=session,
         gather=lambda tag, own, seconds: [own, b"" if described_here else own],
@@ -120,8 +125,9 @@ def test_files_of_an_earlier_step_are_in_no_periodic_checkpoint(
     parts = _Parts()
     parts.looks -= 2 * described_here
     vars(loop).update(
-        shards=parts, life=SimpleNamespace(session=session), arena=None, _kept={}, _cannot="", _compared=set(),
-        _completed=True, _counters={}, _extra_states=SimpleNamespace(step_over=lambda step: {}), rank=0, _filling=None,
+        shards=parts, life=SimpleNamespace(session=session), arena=None, _kept={}, _cannot="",
+        _shared=SharedParts(session, parts, kept_equal=False), _completed=True, _counters={}, rank=0, _filling=None,
+        _extra_states=SimpleNamespace(step_over=lambda step: {}),
         _run=SimpleNamespace(
             engine=engine, config=SimpleNamespace(directory="ckpts", save_timeout=1.0, sha256=False), step=2,
             state=SimpleNamespace(
@@ -185,9 +191,9 @@ def test_a_device_s_state_takes_no_memory_of_the_host_before_a_copy_is_wanted(mo
     assert asked[-2:] == [True, None]
 
 
-@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize(("alike", "shared"), [(True, True), (False, True), (True, False)])
 def test_a_checkpoint_of_replicas_that_differ_says_whose_values_it_has(
-    alike: bool, monkeypatch: pytest.MonkeyPatch
+    alike: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them will resume with those."""
     notes: list[str] = []
@@ -197,8 +203,9 @@ def test_a_checkpoint_of_replicas_that_differ_says_whose_values_it_has(
         engine=SimpleNamespace(note=notes.append), buckets=SimpleNamespace(layouts={}),
     )  # fmt: skip
     loop: Any = object.__new__(ShardedLoop)
-    vars(loop).update(_run=run, life=SimpleNamespace(alike=alike))
+    vars(loop).update(_run=run, life=SimpleNamespace(alike=alike), _shared=SimpleNamespace(alike=shared))
     monkeypatch.setattr(sharded_loop, "notes_on", lambda *_: [])
     files = loop.beside(SimpleNamespace(notes=[]), {}, {})
-    wanted = [] if alike else ["the ranks did not hold the same when they were compared; this is what ranks 0, 1 held"]
+    text = "the ranks did not hold the same when they were compared; this is what ranks 0, 1 held"
+    wanted = [] if alike and shared else [text]
     assert notes == wanted and files[SHARDED_FILE][KEY]["notes"] == wanted

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
-import msgspec
 from torch import Tensor
 
 from lastgasp.adapter.run import AdapterRun
@@ -19,7 +18,7 @@ from lastgasp.arena_taking import Known, Taken, taken_by_all, taken_over
 from lastgasp.checkpoint import Staged
 from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.config import GaspConfig, buddy_of
-from lastgasp.errors import ConfigError, LastgaspError, NotSaveable
+from lastgasp.errors import ConfigError, NotSaveable
 from lastgasp.gasp.again import Again
 from lastgasp.gasp.arena_ref import ArenaRef
 from lastgasp.ports import Wanted
@@ -28,6 +27,7 @@ from lastgasp.pytorch.extrastate import ExtraStates
 from lastgasp.pytorch.held_shards import HeldShards
 from lastgasp.pytorch.sharded import Shards, write_live
 from lastgasp.pytorch.sharded.table import Path as TablePath
+from lastgasp.pytorch.sharded_alike import SharedParts
 from lastgasp.pytorch.sharded_image import Payload, head_of
 from lastgasp.pytorch.sharded_parts import part_of
 from lastgasp.pytorch.sharded_saves import ShardedSaves
@@ -74,7 +74,7 @@ class ShardedSource(ShardedSaves):
         self._extra: tuple[int, dict[TablePath, Any]] = -1, {}
         self.durable: int | None = None
         self._completed = self._handed_on = False
-        self._compared, self._cannot = set[str](), ""
+        self._cannot = ""
         session = life.session
         if session.backend.backend != "embedded":
             raise ConfigError("LASTGASP_BACKEND", session.backend.backend, "embedded for a sharded model",
@@ -90,8 +90,8 @@ class ShardedSource(ShardedSaves):
 
     @property
     def alike(self) -> bool:
-        """As the run has found it."""
-        return self.life.alike
+        """As the run has found it, and the parts that several ranks hold."""
+        return self.life.alike and self._shared.alike
 
     def _close_arena(self) -> None:
         if self.arena is not None and not self._handed_on:
@@ -104,48 +104,8 @@ class ShardedSource(ShardedSaves):
             ConfigError: what is saved once for all ranks is not alike on them.
         """
         self.shards, self._extra_states = shards, ExtraStates(shards.extra_modules)
-        plain = self.life.session.gather("sharded/plain", shards.plain_digest())
-        if len(set(plain)) > 1 and self.durable is None:  # else they had differed before, and each goes on with its own
-            raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
-                              "Initialise them with the same seed, or shard them with fully_shard.")  # fmt: skip
-        self._compare_states("loaded")
-
-    def _compare_states(self, when: str) -> None:
-        """Say so where ranks hold different values of which a checkpoint has one rank's; once for each kind of them.
-
-        Optimizers make their state in the first update, or later: on all ranks in the same one.
-        """
-        own = self.shards.states_of_one()
-        if own.keys() <= self._compared:
-            return
-        self._compared |= own.keys()
-        try:
-            parts = self.life.session.gather(f"sharded/states/{when}", msgspec.msgpack.encode(own))
-        except LastgaspError as error:  # a rank has just died, mostly
-            log.debug("the ranks could not compare what their optimizers hold: %s", error)
-            return
-        found = [msgspec.msgpack.decode(part, type=dict[str, bytes]) for part in parts]
-        if differing := sorted(key for key in set().union(*found) if len({one.get(key) for one in found}) > 1):
-            self.life.session.note(f"optimizers hold {', '.join(differing[:4])} as plain tensors or numbers that "
-                                   "differ between ranks, and a checkpoint has those of one rank: what resumes from it "
-                                   "is not bit-equal. Keep them as DTensors, like the parameters")  # fmt: skip
-
-    def _compare_whole(self, step: int) -> None:
-        """Say so where the first update has made parameters differ that are not sharded. All ranks call it together."""
-        own, names = self.shards.trained_whole()
-        if not names:
-            return
-        try:
-            found = self.life.session.gather(f"sharded/whole/{step}", own)
-        except LastgaspError as error:  # a rank has just died, mostly
-            log.debug("the ranks could not compare their parameters that are not sharded: %s", error)
-            return
-        if len(set(found)) > 1:
-            some = ", ".join(names[:4])
-            self.life.session.note(f"parameters that are not sharded ({some}) differ between ranks once they are "
-                                   "trained, as nobody averages their gradients, and a checkpoint has those "
-                                   "of one rank: what resumes from it is not bit-equal. Leave them out of "
-                                   "ignored_params, or average their gradients")  # fmt: skip
+        self._shared = SharedParts(self.life.session, shards, self.kept_equal)
+        self._shared.loaded(differed_before=self.durable is not None)
 
     def take_over(
         self, why_not: Callable[[Payload], str], take: Callable[[Taken, Payload], SmallState], *, newer: bool = False
@@ -178,6 +138,9 @@ class ShardedSource(ShardedSaves):
         self.durable = taken.durable
 
     # -- what a subclass says -----------------------------------------------------------------------------
+
+    kept_equal = False
+    """The user says that ranks which no mesh joins are kept equal all the same."""
 
     @property
     def recorder(self) -> AuxRecorder:
@@ -212,7 +175,7 @@ class ShardedSource(ShardedSaves):
         Args:
             compare: with what the other ranks hold, where all of them have completed the step.
         """
-        before, changed, first = self._cannot, False, not self._completed
+        before, changed = self._cannot, False
         try:
             changed, self._cannot = self.look(), ""
         except ValueError as error:
@@ -221,9 +184,9 @@ class ShardedSource(ShardedSaves):
         if self._cannot and not before:
             self.life.session.note(self._cannot)
         if changed and compare:
-            self._compare_states(str(small.step))
-        if first and compare and not self._cannot:
-            self._compare_whole(small.step)
+            self._shared.compare_states(str(small.step))
+        if compare and not self._cannot:
+            self._shared.updated(small.step)
         held = steps(self.arena.fd, self.arena.identity) if self.arena is not None else ()
         for step in self._kept.keys() - {small.step - 1, *held}:
             del self._kept[step]

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import xxhash
 from torch import Tensor
 
 from lastgasp.adapter import ConfigError, ManifestWriter, NotSaveable, cause_of
@@ -72,28 +70,9 @@ class LightningShards(ShardedSource):
                               "Call fully_shard in it, or use strategy='ddp'.")  # fmt: skip
         self.describe(Shards(models, optimizers, self.rank, trainer.world_size, single_optimizer=False,
                              parts_too=False))  # fmt: skip
-        self._compare()
         connector, strategy = trainer._checkpoint_connector, trainer.strategy
         on_close(replace_method(connector, "_get_lightning_module_state_dict", self._instead(self._stated)))
         on_close(replace_method(strategy, "optimizer_state", self._instead(lambda optimizer: optimizer.state_dict())))
-
-    def _compare(self) -> None:
-        """Say so where ranks that should hold the same part (HSDP) do not: a checkpoint has one of the two.
-
-        Lightning and torch see to that as little as they do when the model is made.
-        """
-        parts = "\n".join(f"{e.name} {e.offsets} {e.sizes}" for e in self.shards.found.table.entries if not e.buffer)
-        mine = [xxhash.xxh3_128_digest(parts.encode())]
-        mine += [value for _, value in sorted(self.shards.digests().items())]
-        found: dict[bytes, tuple[int, list[bytes]]] = {}
-        for rank, said in enumerate(self._run.session.gather("sharded/parts", msgspec.msgpack.encode(mine))):
-            part, *values = msgspec.msgpack.decode(said, type=list[bytes])
-            first, others = found.setdefault(part, (rank, values))
-            if others != values:
-                self._run.session.note(f"ranks {first} and {rank} should hold the same part of the model (HSDP), and "
-                                       "hold other values: a resume will not be bit-equal. Initialise the model with "
-                                       "one seed on all ranks")  # fmt: skip
-                return
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         optimizers = {str(number): optimizer for number, optimizer in enumerate(self._trainer.optimizers)}

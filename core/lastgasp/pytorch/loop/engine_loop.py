@@ -66,13 +66,9 @@ class EngineParts:
         """No rank holds what another one holds."""
         return {}
 
-    def plain_digest(self) -> bytes:
-        """Nothing is saved once for all ranks besides rank 0's own files."""
-        return b""
-
-    def trained_whole(self) -> tuple[bytes, list[str]]:
-        """The same."""
-        return b"", []
+    def shared(self) -> list[Any]:
+        """Nothing is saved once for several ranks besides rank 0's own files."""
+        return []
 
     def states_of_one(self) -> dict[str, bytes]:
         """Each rank writes all of its own."""

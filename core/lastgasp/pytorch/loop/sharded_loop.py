@@ -53,6 +53,7 @@ class ShardedLoop(ShardedSource):
     def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
         super().__init__(run.life, writer, run.config, mode)
         self._run = run
+        self.kept_equal = run.state.replicated
         self._small: dict[str, Any] = {}
 
     @property

@@ -26,6 +26,7 @@ from lastgasp.pytorch.sharded.names import (
     optimizer_path,
     root_of,
 )  # fmt: skip
+from lastgasp.pytorch.sharded.shared import Shared, shared_parts
 from lastgasp.pytorch.sharded.table import (
     Chunk,
     Entry,
@@ -231,18 +232,14 @@ class Shards:
 
     def digests(self) -> dict[str, bytes]:
         """Digests of this rank's parts of parameters and optimizer states: the same on ranks that are replicas."""
-        return {kind: digest(self._content(kind, plain=None)) for kind in ("model", "optimizer")}
+        return {kind: digest(self._content(kind)) for kind in (MODEL, OPTIMIZER)}
 
-    def plain_digest(self) -> bytes:
-        """Digest of the parameters that all ranks should hold alike, because one writes them."""
-        return digest(self._content("model", plain=True))
-
-    def trained_whole(self) -> tuple[bytes, list[str]]:
-        """Digest of the trained ones among them, and their names."""
+    def shared(self) -> list[Shared]:
+        """The parts of parameters that other ranks may hold, too, of which a checkpoint has one rank's values."""
         pairs = zip(self.found.table.entries, self.found.tensors, strict=True)
-        whole = [leaf for entry, leaf in pairs if entry.path[0] == MODEL and entry.plain and not entry.buffer]
-        found = [leaf for leaf in whole if leaf.value.requires_grad]
-        return digest(leaf.value for leaf in found), [str(leaf.path[-1]) for leaf in found]
+        return shared_parts(
+            ((e, leaf.value) for e, leaf in pairs if e.path[0] == MODEL and not e.buffer), self.world_size
+        )
 
     def states_of_one(self) -> dict[str, bytes]:
         """Digests of what optimizers hold besides parts, of which one rank writes its own, by its keys."""
@@ -255,9 +252,9 @@ class Shards:
                 found.setdefault(str(leaf.path[-1]), []).extend(leaves(leaf.value))
         return {key: digest(held) for key, held in found.items()}
 
-    def _content(self, kind: str, plain: bool | None) -> Iterable[Any]:
+    def _content(self, kind: str) -> Iterable[Any]:
         for entry, tensor in self.tensors():
-            if entry.path[0] == kind and not entry.buffer and plain in (None, entry.plain):
+            if entry.path[0] == kind and not entry.buffer:
                 yield f"{entry.name} {entry.offsets} {entry.sizes}"
                 yield tensor
 
