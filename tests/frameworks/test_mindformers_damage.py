@@ -77,13 +77,14 @@ def _file(job: LlamaJob, step: int, rank: int, ext: str) -> Path:
 def _killed(job: LlamaJob) -> list[str]:
     """Train, with a rank killed on the way: the step that was saved is resumed, and each step of both has its marks.
 
-    The other one is held up behind its update, so that its callbacks never see the end of that step.
+    The other one is held up behind its update, so that its callbacks never see the end of that step. For much less than
+    the two seconds after which a rank ends that does not leave its training: it would not mark that step.
 
     Returns the names of the checkpoints, the newest first; MindFormers counts anew from where it was resumed.
     """
     fired = job.folder / "fired"
     faults = (
-        f"kind=sleep:1,rank=0,step={KILLED - 1},phase=after_update",
+        f"kind=sleep:0.4,rank=0,step={KILLED - 1},phase=after_update",
         f"kind=sigkill,rank=1,step={KILLED},phase=forward",
     )
     fault = {"LASTGASP_FAULT": ";".join(faults), "LASTGASP_FAULT_LOG": str(fired)}
