@@ -100,6 +100,20 @@ def test_a_rank_that_has_no_state_is_asked_as_well() -> None:
     assert len(rank.asked) == 1
 
 
+@pytest.mark.parametrize("averaged", [True, False])
+def test_models_that_the_loop_keeps_equal_are_compared_too(averaged: bool) -> None:
+    """An optimizer without a state says nothing of gradients that nobody averages."""
+    ranks = Rank(0, 1), Rank(0, 1) if averaged else Rank(2)
+    for rank in ranks:
+        rank.watch.remove()
+        rank.optimizer = torch.optim.SGD(rank.parameters, lr=0.1)
+        rank.watch = ReplicaWatch([], [rank.optimizer], rank._compare, rank.notes.append, kept_equal=[rank.net])
+        rank.alike = averaged
+        rank.step()
+    assert (ranks[0].asked == ranks[1].asked) == averaged
+    assert ["replicated=True says that they are equal" in note for note in ranks[0].notes] == [True] * (not averaged)
+
+
 def test_parameters_that_are_trained_later_are_compared_once() -> None:
     rank = Rank(0, 1, 2, 3)
     frozen, trained = b"\0\0\1\1", b"\1\1\1\1"

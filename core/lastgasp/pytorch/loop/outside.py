@@ -25,7 +25,7 @@ from lastgasp.errors import ConfigError, ControlError, DeadlineExceeded
 from lastgasp.pytorch.loop.optimizer_update import OptimizerUpdate, is_initializing
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.state import TorchState
-from lastgasp.pytorch.statedigest import state_digest
+from lastgasp.pytorch.statedigest import digest, state_digest
 from lastgasp.pytorch.zero import inside
 from lastgasp.replicas import Gather, require_same_names
 
@@ -199,6 +199,7 @@ class ReplicaWatch:
             the same; all of them call it at the end of the same step.
         note: reports what people must know (`Session.note`).
         uneven: ranks may come to different numbers of steps now, so that they cannot compare.
+        kept_equal: models whose gradients the user's own code averages, as it says.
     """
 
     def __init__(
@@ -208,8 +209,10 @@ class ReplicaWatch:
         compare: Callable[..., bool],
         note: Callable[[str], object],
         uneven: Callable[[], bool] = lambda: False,
+        kept_equal: Iterable[Any] = (),
     ) -> None:
         self._compare, self._note, self._uneven = compare, note, uneven
+        self._kept_equal = list(kept_equal)
         self._models = [found for model in models if (found := ddp_of(model)) is not None]
         self._optimizers = list(optimizers)
         self._before, self._missing, self._looks, self._trained = b"", 0, 0, 0
@@ -261,16 +264,29 @@ class ReplicaWatch:
         self._updated = self._made = False
         if self._uneven():
             return
-        if not self._compare(lambda: {"optimizer state": state_digest(self._optimizers)}):
+        if self._compare(self._after_update):
+            return
+        if self._kept_equal:
+            self._note("ranks hold other parameters or optimizer states than others once they are trained, although "
+                       "replicated=True says that they are equal: no rank can save for all. Average the gradients "
+                       "before optimizer.step(), or use DistributedDataParallel")  # fmt: skip
+        else:
             self._note("optimizers hold on one rank what they do not hold on the others (an optimizer that divides its "
                        "work among the ranks?): no rank can save for all. Use fully_shard, or "
                        "ZeroRedundancyOptimizer, with an optimizer that knows nothing of other ranks")  # fmt: skip
+
+    def _after_update(self) -> dict[str, bytes]:
+        """Not every optimizer has a state that shows that gradients were not averaged."""
+        found = {"optimizer state": state_digest(self._optimizers)}
+        parameters = [p for model in self._kept_equal for p in model.parameters()]
+        return found | ({"model": digest(parameters)} if parameters else {})
 
 
 def watch_replicas(state: TorchState, life: Any) -> ReplicaWatch:
     """The `ReplicaWatch` of a `TorchState`, until the run (`AdapterRun`) ends."""
     optimizers, uneven = () if state.sharded else state.optimizers.values(), partial(under_join, state)
-    found = ReplicaWatch(state.models.values(), optimizers, life.compare_again, life.session.note, uneven)
+    kept_equal = state.modules.values() if state.replicated and not state.sharded else ()
+    found = ReplicaWatch(state.models.values(), optimizers, life.compare_again, life.session.note, uneven, kept_equal)
     life.on_close(found.remove)
     return found
 
