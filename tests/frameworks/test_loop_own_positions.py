@@ -93,3 +93,17 @@ def test_positions_that_an_object_of_the_loop_counts_are_named(
     named = [line for line in caplog.messages if SAID in line]
     assert len(named) == (kind in ("object", "generator"))
     assert all(f"{SAID}data.position. A resumed run" in line.replace("self.", "") for line in named)
+
+
+def test_a_dict_of_its_locals_that_the_loop_has_stays_as_it_is(tmp_path: Path) -> None:
+    """`settings = locals()`: before Python 3.13 it is what a frame gives whoever asks."""
+
+    def train(rate: float, width: int = 2) -> dict[str, Any]:
+        settings = locals()
+        model = nn.Linear(width, 1)
+        state = TorchState(model, SGD(model.parameters(), lr=rate))
+        with Session.open(tmp_path, state=state) as session:
+            Trainer(Shards()).train(session, state)
+        return settings
+
+    assert train(0.1) == {"rate": 0.1, "width": 2, "tmp_path": tmp_path}

@@ -26,6 +26,9 @@ NOTE = (
 )
 _NAMED = 4
 _CALLERS = 8
+_ASK = frozenset(("locals", "vars", "f_locals"))
+_OWN = 3
+"""References to a frame's dict if nobody else has it: of the frame, a variable, and the argument of `getrefcount`."""
 _NOT = (nn.Module, Optimizer, DataLoader, type)
 Counts = dict[str, int]
 
@@ -82,10 +85,15 @@ def _known_to(frame: FrameType | None) -> dict[str, Any]:
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
+    """Before Python 3.13 a function's frame has one dict for whoever asks for its locals: the user's, if it has."""
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return dict(frame.f_locals)
+    if not _ASK.isdisjoint(frame.f_code.co_names):
+        return {}
     found = frame.f_locals
     held = dict(found)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        found.clear()  # a copy that the frame would keep, with the tensors in it
+    if sys.getrefcount(found) <= _OWN:
+        found.clear()  # which the frame would keep, with the tensors in it
     return held
 
 
