@@ -56,7 +56,7 @@ def sharded(net: nn.Sequential, what: str) -> Any:
 
     if what in ("experts", "late_experts"):
         if what == "experts":
-            nn.init.constant_(net[2].weight, float(dist.get_rank()))
+            nn.init.constant_(next(net[2].parameters()), float(dist.get_rank()))
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "data"))
         fully_shard(net[2], mesh=mesh["data"])
     if what == "makes":

@@ -84,14 +84,12 @@ class SharedParts:
 
     def _differing(self, own: list[Shared], when: str) -> dict[Kind, list[str]]:
         """Those of which ranks hold different values, with the names of those that this rank has."""
-        replicas = self._session.place.replicas
-        if needs_comparing(replicas):  # those are compared by all that they hold
+        if needs_comparing(self._session.place.replicas):  # those are compared by all that they hold
             own = [one for one in own if one.kind is not Kind.REPLICATED]
         said = msgspec.msgpack.encode({one.key: one.digest for one in own})
-        parts = self._session.gather(f"sharded/shared/{when}", said)
-        found = [_decoder.decode(parts[group[0]]) for group in replicas]
+        found = [_decoder.decode(part) for part in self._session.gather(f"sharded/shared/{when}", said)]
         if when == "loaded":
-            self._any = any(map(_decoder.decode, parts))
+            self._any = any(found)
         held = dict[bytes, set[bytes]]()
         for one in found:
             for key, digest in one.items():
