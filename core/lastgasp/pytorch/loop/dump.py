@@ -46,6 +46,5 @@ def dump(run: Any, step: int, aux: Mapping[int, bytes]) -> dict[str, Any]:
     for note in notes:
         run.engine.note(note)
     checkpoint[KEY] = record_of(aux_states, run.place, run.per_rank, run.buckets.layouts, notes)
-    checkpoint[KEY]["as_set"] = run.state.as_set.values
-    checkpoint[KEY]["first_rates"] = run.schedules.rates.record()
+    checkpoint[KEY] |= {"as_set": run.state.as_set.values, **run.schedules.record(step)}
     return checkpoint

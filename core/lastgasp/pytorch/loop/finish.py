@@ -49,7 +49,7 @@ def finish_step(run: Any, cause: str) -> bool:
     if update.inside or update.updates < max(1, update.usual):
         return False
     try:
-        run.schedules.catch_up()
+        run.schedules.catch_up(step)
     except Exception:  # a user's scheduler; the state is then unknown
         log.exception("a scheduler raised while the step was being completed: the step cannot be saved here")
         return False

@@ -40,7 +40,7 @@ from lastgasp.pytorch.loop.own_loads import OwnLoads
 from lastgasp.pytorch.loop.periodic import Joined, Periodic
 from lastgasp.pytorch.loop.ranks import connect, kind_of, local, place_of, versions
 from lastgasp.pytorch.loop.record import KEY, Buckets, aux_of, checkpoint_at, position_of
-from lastgasp.pytorch.loop.schedules import ScheduleWatch
+from lastgasp.pytorch.loop.schedules import watch_schedules
 from lastgasp.pytorch.loop.sharding import sharded_loop
 from lastgasp.pytorch.loop.state import Snapshot, TorchState
 from lastgasp.pytorch.loop.thisfit import this_fit
@@ -94,7 +94,6 @@ class Run:
         self.buffer_rank = self.rank if own else 0
         counts = self.per_rank or self.buffer_rank == self.rank
         self.book = DataPosition(rng.RngRecorder(state.devices()), state.sampler)
-        self.schedules = ScheduleWatch(state.schedulers.values(), state.optimizers.values())
         self.buckets = Buckets(state)
         self._aux: AuxState | None = None
         self._returning = self._gradients = self._wanted = False
@@ -147,6 +146,7 @@ class Run:
         state, life = self.state, self.life
         require_same(state, self.engine.gather)
         self._own_loads = OwnLoads(state, self.engine.note)
+        self.schedules = watch_schedules(state, life, self.shards is None)
         self._begin_with()
         self._gate = self.recorder.queued.gate(self.engine)
         if self.shards is not None:
@@ -207,10 +207,10 @@ class Run:
         self.state.load(checkpoint, str(path), shards)
         place, record, self._returning = self.place, checkpoint[KEY], True
         self._aux = aux_of(record, place, str(path), self.state.noting(self.engine.note))
-        self._again, self.step, self.resumed = self.state.remember(checkpoint), checkpoint["step"], path
+        self._again = self.schedules.resumed(self.state.remember(checkpoint), record, self.engine.note)
+        self.step, self.resumed = checkpoint["step"], path
         self.book.resume(position_of(record, place), checkpoint["epoch"], (record["world_size"], place.world_size))
         self.buckets.restore(record["buckets"])
-        self.schedules.rates.resumed(record.get("first_rates"), self.engine.note)
         if self.rank == 0:
             log.warning("resumed from %s: step %d, epoch %d", path, self.step, self.book.epoch)
 
@@ -299,7 +299,7 @@ class Run:
         self.moving.closes(step)
         self.step, self._gradients = step, False
         self.not_saved.step_over()
-        self.schedules.closes()
+        self.schedules.closes(step)
         self.update.close(since)
         self.recorder.queued.mark()  # once more: what was copied since
         self.engine.step_completed(step)

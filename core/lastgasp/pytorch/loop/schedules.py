@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lastgasp.pytorch.loop.other_schedulers import OtherSchedulers, counts
 
 RATES_ANEW = (
     "the loop has set the learning rates of the first updates of this epoch again, although others came before these. "
@@ -90,48 +92,78 @@ class ScheduleWatch:
     """Counts the steps of schedulers, so that a step that was cut short after its update can be completed.
 
     Args:
-        schedulers, optimizers: the user's.
+        schedulers, optimizers: the user's; others: schedulers that the loop has made itself.
 
     Attributes:
         rates: what is known of learning rates.
     """
 
-    def __init__(self, schedulers: Iterable[Any], optimizers: Iterable[Any] = ()) -> None:
-        self._schedulers = list(schedulers)
+    def __init__(
+        self, schedulers: Iterable[Any], optimizers: Iterable[Any] = (), others: OtherSchedulers | None = None
+    ) -> None:
+        self._schedulers, self._others = list(schedulers), others
         self.rates = FirstRates(optimizers, self._schedulers)
         self._before = self._counts()
-        self._usual = [0] * len(self._schedulers)
+        self._usual = dict[int, int]()
 
-    def _counts(self) -> list[int]:
-        return [_count(s) for s in self._schedulers]
+    def _all(self) -> list[Any]:
+        return self._schedulers if self._others is None else [*self._schedulers, *self._others.alive()]
+
+    def _counts(self) -> dict[int, int]:
+        return {id(one): counts(one) for one in self._all()}
 
     def opens(self, epoch: int = 0) -> None:
         """An update begins, in `epoch`."""
         self._before = self._counts()
         self.rates.opens(epoch)
 
-    def closes(self) -> None:
-        """The step has ended."""
-        self._usual = self._missing_since([0] * len(self._schedulers))
+    def closes(self, step: int = 0) -> None:
+        """`step` has ended."""
+        self._usual = {one: now - self._before[one] for one, now in self._counts().items() if one in self._before}
+        if self._others is not None:
+            self._others.step_over(step)
 
-    def _missing_since(self, usual: list[int]) -> list[int]:
-        return [now - before - n for now, before, n in zip(self._counts(), self._before, usual, strict=True)]
-
-    def catch_up(self) -> None:
+    def catch_up(self, step: int = 0) -> None:
         """Step each scheduler as often as in the step before. One that needs a metric is not stepped."""
-        for scheduler, done in zip(self._schedulers, self._missing_since(self._usual), strict=True):
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                for _ in range(-done):
-                    scheduler.step()
+        now = self._counts()
+        for one in self._all():
+            done = now[id(one)] - self._before.get(id(one), now[id(one)])
+            if not isinstance(one, ReduceLROnPlateau):
+                for _ in range(self._usual.get(id(one), 0) - done):
+                    one.step()
+        if self._others is not None:
+            self._others.step_over(step)
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What `resumed` gets with the checkpoint of `step`."""
+        others = b"" if self._others is None else self._others.record(step)
+        return {"first_rates": self.rates.record(), "other_schedulers": others}
+
+    def resumed(
+        self, again: Callable[[], None], record: Mapping[str, Any], note: Callable[[str], object]
+    ) -> Callable[[], None]:
+        """The state of a checkpoint is loaded; `record` is as `record` gave it, among other things.
+
+        Returns:
+            What restores it where the loop is back at its position: `again`, and schedulers of the loop's own.
+        """
+        self.rates.resumed(record.get("first_rates"), note)
+        if (others := self._others) is None:
+            return again
+        others.resumed(record.get("other_schedulers"))
+
+        def all_again() -> None:
+            again()
+            others.returned()
+
+        return all_again
 
 
-def _count(scheduler: Any) -> int:
-    """How often it was stepped. SequentialLR counts in `last_epoch` alone, ChainedScheduler in those that it chains."""
-    while not hasattr(scheduler, "_step_count") and (chained := getattr(scheduler, "_schedulers", None)):
-        if hasattr(scheduler, "last_epoch"):
-            break
-        scheduler = chained[0]
-    return int(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0)))
+def watch_schedules(state: Any, life: Any, saved: bool) -> ScheduleWatch:
+    """The `ScheduleWatch` of a `TorchState`, until the run (`AdapterRun`) ends; `saved`: as of `OtherSchedulers`."""
+    others = OtherSchedulers(state, life.session.note, saved)
+    life.on_close(others.remove)
+    return ScheduleWatch(state.schedulers.values(), state.optimizers.values(), others)
 
 
 def _last_epoch(scheduler: Any) -> int:

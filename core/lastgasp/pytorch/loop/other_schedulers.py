@@ -1,0 +1,183 @@
+"""Learning-rate schedulers over optimizers of the `TorchState` that are not in it themselves.
+
+A loop may make one while it trains: torchvision's reference of detection warms up by one that its first epoch makes. In
+a resumed run it would begin anew, with learning rates of any size, as most of them multiply what they find.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.optimizer import Optimizer
+
+from lastgasp.pytorch.owncopy import own_copy
+
+log = logging.getLogger("lastgasp")
+
+FORGOTTEN = (
+    "a learning-rate scheduler ({}) that is not in TorchState sets the learning rates of its optimizer: no checkpoint "
+    "holds where it is, and a resumed run begins its schedule anew. Make it before the session is opened, and give it "
+    "to TorchState"
+)
+"""Note of one that is stepped and not saved."""
+NOT_AGAIN = (
+    "schedulers that the loop makes itself ({}) were not made again before the data at which this run resumes: their "
+    "schedules begin anew, or are lost, and learning rates may differ from here on. Make them before the session is "
+    "opened, and give them to TorchState"
+)
+"""Note of a resumed run."""
+_MAKERS = (LRScheduler, SequentialLR, ChainedScheduler, ReduceLROnPlateau)
+"""Classes of torch whose `__init__` calls no other of these."""
+_DEEP = 4
+"""So deep are schedulers looked for in objects of the state."""
+_Saved = tuple[str, dict[str, Any]]
+
+
+class OtherSchedulers:
+    """Saves those that are made while the session is open, and fills them when a resumed loop has made them again;
+    names those that were there before, once they are stepped.
+
+    Args:
+        state: the `TorchState`.
+        note: reports what people must know (`Session.note`).
+        saved: checkpoints hold those that are made; else they are named, too.
+    """
+
+    def __init__(self, state: Any, note: Callable[[str], object], saved: bool) -> None:
+        self._state, self._note, self._saved = state, note, saved
+        self._made = list[ref[Any]]()
+        self._forgotten = [(ref(one), counts(one)) for one in self._there()]
+        self._states: dict[int, list[_Saved]] = {}
+        self._due: list[_Saved] = []
+        self._undo: list[Callable[[], object]] = [_patched(kind, self._is_made) for kind in _MAKERS]
+
+    def remove(self) -> None:
+        """What is made from here on is not seen. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _there(self) -> list[Any]:
+        """Those that the script has made over our optimizers and has not given."""
+        if self._state.engine is not None:  # which saves its own
+            return []
+        known = {id(one) for kept in (self._state.schedulers.values(), self._state.extra.values())
+                 for one in _within(list(kept), _DEEP)}  # fmt: skip
+        kinds = set(_kinds(LRScheduler))
+        found = [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]
+        return _outermost(one for one in found if self._ours(one))
+
+    def _ours(self, scheduler: Any) -> bool:
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        return groups is not None and any(one.param_groups is groups for one in self._state.optimizers.values())
+
+    def _is_made(self, scheduler: Any) -> None:
+        if not self._saved:
+            self._forgotten.append((ref(scheduler), counts(scheduler)))
+        elif all(one() is not scheduler for one in self._made):
+            self._made.append(ref(scheduler))
+
+    def alive(self) -> list[Any]:
+        """Those made while the session is open that still exist, in the order in which they were made."""
+        self._made = [one for one in self._made if one() is not None]
+        return _outermost(one for one in (known() for known in self._made) if one is not None and self._ours(one))
+
+    def step_over(self, step: int) -> None:
+        """`step` is complete, or its rest was made up for."""
+        if self._due:  # the loop has trained without coming to its position
+            self._note(NOT_AGAIN.format(_named(name for name, _ in self._due)))
+            self._due = []
+        last = {name: self._states[name] for name in [max(self._states, default=step)] if name != step}
+        self._states = last | {step: [(type(one).__qualname__, own_copy(one.state_dict())) for one in self.alive()]}
+        stepped = [one for known, before in self._forgotten if (one := known()) is not None and counts(one) > before]
+        if stepped:
+            self._forgotten = []
+            self._note(FORGOTTEN.format(_named(type(one).__qualname__ for one in stepped if self._ours(one))))
+
+    def record(self, step: int) -> bytes:
+        """What `resumed` gets; empty where there are none."""
+        found = self._states.get(step, [])
+        try:
+            return pickle.dumps(found) if found else b""
+        except Exception as error:  # of the user's own kind
+            self._note(FORGOTTEN.format(_named(name for name, _ in found)))
+            log.debug("schedulers that the loop makes cannot be pickled: %s", error)
+            return b""
+
+    def resumed(self, record: bytes | None) -> None:
+        """The state of a checkpoint is loaded; the loop is on its way to its position."""
+        self._due = pickle.loads(record) if record else []
+
+    def returned(self) -> None:
+        """The loop is back at its position: what it has made on its way is as it was there."""
+        due, self._due = self._due, []
+        here = self.alive()[: len(due)]
+        try:
+            if [name for name, _ in due] != [type(one).__qualname__ for one in here]:
+                raise LookupError
+            for one, (_, values) in zip(here, due, strict=True):
+                one.load_state_dict(own_copy(values))
+        except Exception as error:  # of the user's own kind
+            log.debug("schedulers that the loop makes were not filled: %r", error)
+            self._note(NOT_AGAIN.format(_named(name for name, _ in due)))
+
+
+def counts(scheduler: Any) -> int:
+    """How often it was stepped. SequentialLR counts in `last_epoch` alone, ChainedScheduler in those that it chains."""
+    while not hasattr(scheduler, "_step_count") and (chained := getattr(scheduler, "_schedulers", None)):
+        if hasattr(scheduler, "last_epoch"):
+            break
+        scheduler = chained[0]
+    return int(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0)))
+
+
+def _patched(kind: type, made: Callable[[Any], object]) -> Callable[[], object]:
+    before = kind.__dict__["__init__"]
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        made(self)
+
+    init.__wrapped__, init.__doc__ = before, before.__doc__  # type: ignore[attr-defined]
+    kind.__init__ = init  # type: ignore[misc]
+
+    def undo() -> None:
+        if kind.__dict__["__init__"] is init:
+            kind.__init__ = before  # type: ignore[misc]
+
+    return undo
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)
+
+
+def _within(value: Any, deep: int) -> Iterator[Any]:
+    """Schedulers in containers and attributes of the user's objects, and in each other."""
+    if isinstance(value, LRScheduler):
+        yield value
+    elif deep <= 0 or isinstance(value, Tensor | nn.Module | Optimizer | type | str | bytes):
+        return
+    held: Any = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {})
+    inside: list[Any] = list(held.values() if isinstance(held, dict) else held)
+    for one in inside[:100] if deep > 0 else ():
+        yield from _within(one, deep - 1)
+
+
+def _outermost(found: Iterator[Any]) -> list[Any]:
+    """Without those that others of them hold, and step."""
+    all_of_them = list(found)
+    inner = {id(one) for outer in all_of_them for one in getattr(outer, "_schedulers", ())}
+    return [one for one in all_of_them if id(one) not in inner]
+
+
+def _named(kinds: Iterator[str]) -> str:
+    return ", ".join(dict.fromkeys(kinds))

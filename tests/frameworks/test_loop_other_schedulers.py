@@ -1,0 +1,137 @@
+"""Schedulers that are not in the `TorchState`: made by the loop while it trains, or forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from frameworks.loop_rig import Cut, NewProcesses, in_process, loader
+from lastgasp.pytorch import Session, TorchState
+
+INIT = LRScheduler.__init__
+FORGOTTEN, NOT_AGAIN = "that is not in TorchState sets the learning rates", "were not made again before the data"
+
+
+@pytest.fixture(autouse=True)
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What opens a session again stands for a script that was started again."""
+    in_process(monkeypatch, NewProcesses())
+
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda optimizer: LinearLR(optimizer, 0.001, total_iters=4),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=12),
+    "sequential": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 9)], [2]
+    ),
+    "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer, 0.1), StepLR(optimizer, 2, 0.5)]),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+def one_epoch(s: Session, optimizer: Any, warm_up: Any, until: int, used: list[float]) -> None:
+    for _ in s.batches(loader()):
+        if s.step == until:
+            raise Cut
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if warm_up is not None:
+            warm_up.step(*[1.0] * isinstance(warm_up, ReduceLROnPlateau))
+
+
+@pytest.mark.parametrize("at", [3, 5])
+@pytest.mark.parametrize("kind", MADE)
+def test_one_that_the_first_epoch_makes_goes_on(
+    kind: str, at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchvision's reference of detection warms up so."""
+
+    def train(until: int, directory: Path) -> list[float]:
+        model, used = nn.Linear(4, 3), list[float]()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = MultiStepLR(optimizer, [1])
+        with Session.open(directory, state=TorchState(model, optimizer, scheduler), every=1) as s:
+            for epoch in s.epochs(3):
+                one_epoch(s, optimizer, MADE[kind](optimizer) if epoch == 0 else None, until, used)
+                scheduler.step()
+        return used
+
+    whole = train(99, tmp_path / "whole")
+    with pytest.raises(Cut):
+        train(at, tmp_path / "cut")
+    assert train(99, tmp_path / "cut") == whole[at:]
+    assert FORGOTTEN not in caplog.text and NOT_AGAIN not in caplog.text
+    assert LRScheduler.__init__ is INIT
+
+
+def test_one_that_is_made_anew_in_each_epoch_goes_on(tmp_path: Path) -> None:
+    def train(until: int, directory: Path) -> list[float]:
+        model, used = nn.Linear(4, 3), list[float]()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with Session.open(directory, state=TorchState(model, optimizer), every=1) as s:
+            for _ in s.epochs(3):
+                warm_up = OneCycleLR(optimizer, 0.5, total_steps=6)
+                one_epoch(s, optimizer, warm_up, until, used)
+        return used
+
+    whole = train(99, tmp_path / "whole")
+    for at in (3, 5, 8):
+        with pytest.raises(Cut):
+            train(at, tmp_path / f"{at}")
+        assert train(99, tmp_path / f"{at}") == whole[at:]
+
+
+def test_one_that_comes_too_late_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(until: int) -> None:
+        model, warm_up = nn.Linear(4, 3), None
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with Session.open(tmp_path, state=TorchState(model, optimizer), every=1) as s:
+            for _ in s.epochs(2):
+                for _ in s.batches(loader()):
+                    if s.step == until:
+                        raise Cut
+                    warm_up = warm_up or LinearLR(optimizer)
+                    optimizer.step()
+                    warm_up.step()
+
+    with pytest.raises(Cut):
+        train(3)
+    assert NOT_AGAIN not in caplog.text
+    train(99)
+    assert caplog.text.count(f"({LinearLR.__name__}) {NOT_AGAIN}") == 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", MADE)
+def test_one_that_was_forgotten_is_named(
+    kind: str, named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not one that is in `extra`, or that is not stepped, or that belongs to something else."""
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer, another = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    scheduler, idle, foreign = MADE[kind](optimizer), StepLR(optimizer, 3), StepLR(another, 3)
+    extra = {} if named else {"schedule": scheduler}
+    with Session.open(tmp_path, state=TorchState(model, optimizer, extra=extra)) as s:
+        for _ in s.epochs(2):
+            one_epoch(s, optimizer, scheduler, 99, [])
+            foreign.step()
+    assert caplog.text.count(f"({type(scheduler).__name__}) {FORGOTTEN}") == named
+    assert caplog.text.count(FORGOTTEN) == named and idle.last_epoch == 0
