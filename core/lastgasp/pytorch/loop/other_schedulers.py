@@ -156,7 +156,8 @@ def _patched(kind: type, made: Callable[[Any], object]) -> Callable[[], object]:
 
 def _kinds(kind: type) -> Iterator[type]:
     yield kind
-    for one in kind.__subclasses__():
+    derived: list[type] = kind.__subclasses__()
+    for one in derived:
         yield from _kinds(one)
 
 
