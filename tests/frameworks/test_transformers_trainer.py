@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback
+from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
@@ -190,6 +190,42 @@ def test_a_finished_training_does_no_step_more(tmp_path: Path) -> None:
     again = trainer(tmp_path, LastGasp(), max_steps=8, save_steps=8)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert again.state.global_step == 8
+
+
+class Record(Trainer):  # type: ignore[misc,unused-ignore]
+    """A data class, as TRL's DistillationTrainer is: it has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_trainer_without_a_hash_is_protected(tmp_path: Path) -> None:
+    one = trainer(tmp_path, Breaks(5), LastGasp(), kind=Record)
+    with pytest.raises(InjectedFault):
+        one.train()
+    one.train()
+    assert (tmp_path / "checkpoint-5/lastgasp.pt").exists() and one.state.global_step == 12
+
+
+def test_an_evaluation_that_generates_goes_on_as_after_the_first(tmp_path: Path) -> None:
+    """Trainer gives the model's `generation_config` a length in its first one, which later ones generate less for."""
+
+    def lengths(folder: Path, *callbacks: Any) -> list[int]:
+        torch.manual_seed(7)
+        net = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
+                                                  decoder_start_token_id=0, eos_token_id=49))  # fmt: skip
+        asked = {"predict_with_generate": True, "generation_config": None, "generation_max_length": None,
+                 "generation_num_beams": None, "metric_for_best_model": None}  # fmt: skip
+        one = trainer(folder, *callbacks, net=net, kind=Seq2SeqTrainer, **asked)
+        one.compute_metrics = lambda found: {"length": found.predictions.shape[1]}
+        one.train()
+        return [row["eval_length"] for row in one.state.log_history if "eval_length" in row]
+
+    expected = lengths(tmp_path / "plain")
+    assert len(expected) == 3 and expected[0] != expected[1] == expected[2]
+    with pytest.raises(InjectedFault):
+        lengths(tmp_path / "own", Breaks(6), LastGasp())
+    new_process()
+    assert lengths(tmp_path / "own", LastGasp()) == expected
 
 
 class EndsAnEpoch(TrainerCallback):  # type: ignore[misc,unused-ignore]

@@ -13,7 +13,7 @@ from torch import nn
 
 from lastgasp.adapter.again import ONCE, KeptModules, Root, UserValues, is_users, renew_scaler
 from lastgasp.adapter.torch import rng
-from lastgasp_transformers.values import is_others, roots_beside, roots_of
+from lastgasp_transformers.values import is_others, roots_beside, roots_of, roots_of_configs
 
 _CONTAINERS, _PLAIN = (list, dict, set, deque), (int, float, str, tuple, torch.Tensor, type(None))
 _NEW = vars(nn.Module())
@@ -99,7 +99,7 @@ def _values_of(trainer: Any) -> UserValues:
     roots += [Root(type(one).__name__, one, frozenset(_NEW)) for one in modules if is_users(type(one))]
     if is_others(type(trainer)):
         roots.append(Root(type(trainer).__name__, trainer, _of_trainer(trainer)))
-    roots = roots_beside(trainer, roots_of(trainer)) + roots
+    roots = roots_beside(trainer, roots_of(trainer)) + roots + roots_of_configs(trainer.model)
     tensors = [one for module in modules for one in (*module.parameters(False), *module.buffers(False))]
     values = UserValues(roots, [*modules, *tensors], ONCE)
     values.take()

@@ -38,7 +38,7 @@ from lastgasp_transformers.values import CarriedValues
 log = logging.getLogger("lastgasp")
 
 _TRAINED: weakref.WeakKeyDictionary[Any, list[tuple[Path, int]]] = weakref.WeakKeyDictionary()
-"""The fits that a Trainer has completed, by directory and number."""
+"""The fits that a Trainer has completed, by directory and number. A Trainer that is a data class has no hash."""
 
 
 class Run:
@@ -73,7 +73,7 @@ class Run:
                                       versions=versions, device=shared.local(place)[0])  # fmt: skip
         self.core = core = adapter.AdapterRun(framework, config, marks, place, shared.connect(place))
         core.on_completed(lambda: adapter.FITS.end(self._own))
-        trained = _TRAINED.setdefault(trainer, [])
+        trained = _TRAINED.setdefault(trainer.callback_handler, [])
         self._trained = [before for folder, before in reversed(trained) if folder == self._own]
         core.on_completed(lambda: trained.append((self._own, number)))
         self.session = core.session

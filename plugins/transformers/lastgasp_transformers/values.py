@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from lastgasp import adapter
@@ -45,6 +46,15 @@ def roots_of(trainer: Any) -> list[Root]:
     if is_others(type(trainer)):
         roots.append(Root(type(trainer).__name__, trainer, _names_in(type(trainer))))
     return roots
+
+
+def roots_of_configs(model: nn.Module | None) -> list[Root]:
+    """How models of transformers' generate, which Seq2SeqTrainer changes in its first evaluation, and later ones read."""
+    named = [] if model is None else [(name, vars(one).get("generation_config"))
+                                      for name, one in model.named_modules() if isinstance(one, PreTrainedModel)]  # fmt: skip
+    found = {id(one): Root(f"{name}{name and '.'}generation_config", one)
+             for name, one in reversed(named) if isinstance(one, GenerationConfig)}  # fmt: skip
+    return list(found.values())
 
 
 def roots_beside(trainer: Any, roots: list[Root]) -> list[Root]:
@@ -101,6 +111,7 @@ class CarriedValues:
         self.roots = roots_of(trainer)
         self.held = HeldModules(trainer, self.roots, session.note)
         self.roots = roots_beside(trainer, self.roots) + self.roots  # found in the others, they would be no roots
+        self.roots += roots_of_configs(trainer.model)
         self.queued = QueuedWork(())
         self.stands_for = place.rank, place.world_size
         self._values: UserValues | None = None
