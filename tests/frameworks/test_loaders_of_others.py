@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from frameworks.position_rig import Loop, Ran, Stopped
 from frameworks.test_positions import Numbers, Stream
@@ -78,7 +78,7 @@ def test_a_state_of_generators_is_encoded_fast() -> None:
 
 def accelerated(kind: str, workers: int) -> Callable[[], Any]:
     accelerate = package("accelerate")
-    data: Callable[[], Any] = {"iterable": Stream}.get(kind, Numbers)
+    data: Callable[[], Any] = {"iterable": Stream, "noisy": lambda: Numbers(True)}.get(kind, Numbers)
 
     def make() -> Any:
         settings = accelerate.DataLoaderConfiguration(
@@ -92,7 +92,8 @@ def accelerated(kind: str, workers: int) -> Callable[[], Any]:
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [(kind, workers) for kind in ("shuffled", "seeded", "iterable") for workers in (0, 2)] + [("stateful", 0)],
+    [(kind, workers) for kind in ("shuffled", "seeded", "iterable") for workers in (0, 2)]
+    + [("stateful", 0), ("noisy", 0)],
 )
 def test_accelerate(kind: str, workers: int, restored_environ: None) -> None:
     """It has `state_dict` by name only, fetches a batch ahead, and shuffles by the number of the pass."""
@@ -101,6 +102,25 @@ def test_accelerate(kind: str, workers: int, restored_environ: None) -> None:
     if not workers:
         loop.check_twice(6, 2)
         Loop(accelerated(kind, 0), epochs=3, most=3).check((2, 3, 4, 6))
+
+
+class InTurn(Sampler[int]):
+    """Draws each index when it is asked for it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(20, ())) for _ in range(20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+def test_accelerate_with_an_order_that_is_drawn_in_turn_is_reported(restored_environ: None) -> None:
+    accelerator = package("accelerate").Accelerator(cpu=True)
+    loop = Loop(lambda: accelerator.prepare(DataLoader(Numbers(), 4, sampler=InTurn())), epochs=1)
+    stopped = loop.run(3)
+    assert isinstance(stopped, Stopped)
+    resumed = loop.run(start=stopped, number=99)
+    assert isinstance(resumed, Ran) and resumed.inexact
 
 
 @pytest.mark.parametrize("stop", [2, 7])

@@ -399,8 +399,21 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         LastGasp(kept=3)
     with pytest.raises(ConfigError, match="several LastGasp"):
         trainer(tmp_path, LastGasp(), LastGasp()).train()
-    with pytest.raises(ConfigError, match="trial"):
-        trainer(tmp_path, LastGasp()).train(trial={"learning_rate": 1.0})
+
+
+def test_a_search_is_left_alone_and_the_training_after_it_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.integrations.hp_params", dict)  # no package for searches is needed
+    one = trainer(tmp_path, Breaks(5), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train(trial={"learning_rate": 1.0})
+    assert not list(tmp_path.rglob("*lastgasp*")) and "is not protected" in caplog.text
+    one = trainer(tmp_path / "best", Breaks(5), LastGasp())
+    one.model_init, one.model = model, None  # as optuna's leaves it
+    with pytest.raises(InjectedFault):
+        one.train()
+    assert (tmp_path / "best/checkpoint-5/lastgasp.pt").exists()
 
 
 def test_a_trainer_without_the_callback_is_left_alone(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:

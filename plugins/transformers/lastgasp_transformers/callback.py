@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from lastgasp_transformers.newcomer import stand_alone
 from lastgasp_transformers.run import Run
 from lastgasp_transformers.supported import versions_known
 
+log = logging.getLogger("lastgasp")
 
 class LastGasp(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Saves the current step when a rank dies, raises, hangs or is told to stop; resumes from it.
@@ -106,6 +108,11 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if len(found) > 1:
         raise adapter.ConfigError("callbacks", "several LastGasp", "one LastGasp", "Leave one of them in the list.")
     given = adapter.arguments_of(call, args, kwargs)
+    if given.get("trial") is not None:
+        log.warning("a trial of hyperparameter_search() is not protected: after a fault it begins anew")
+        return _without(found, trainer.callback_handler, call, args, kwargs)
+    if trainer.model is None:  # after a search; `train` seeds, and makes it anew
+        trainer.model = trainer.call_model_init()
     (gasp,) = found
     path = given.get("resume_from_checkpoint")
     named = {"resume": os.fspath(path)} if isinstance(path, str | os.PathLike) else {}
@@ -117,7 +124,7 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     while True:
         config = _in_common(given_config, trainer.args)
-        run = gasp.run = Run(trainer, config, gasp.marks, given.get("trial"), again.offer, again.set_before)
+        run = gasp.run = Run(trainer, config, gasp.marks, again.offer, again.set_before)
         try:
             result = run.train(begin, wanted=path is True)
         except BaseException as error:
@@ -130,6 +137,15 @@ def _around_train(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             gasp.run = None
             run.core.close(completed=True)
             return result
+
+
+def _without(found: list[LastGasp], handler: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call it as if these were none of the callbacks."""
+    handler.callbacks = [one for one in handler.callbacks if one not in found]
+    try:
+        return call(*args, **kwargs)
+    finally:
+        handler.callbacks += found
 
 
 def _in_common(config: adapter.GaspConfig, args: Any) -> adapter.GaspConfig:

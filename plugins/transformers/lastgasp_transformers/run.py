@@ -45,7 +45,7 @@ class Run:
     """One of them.
 
     Args:
-        trainer: the Trainer; trial: of a search for hyperparameters.
+        trainer: the Trainer.
         config, marks: what the user wants.
         offer: says how a fault may be answered; called before training begins.
         set_before: from what the script sets now, what it has set before it was entered for the first time.
@@ -56,11 +56,10 @@ class Run:
         trainer: Any,
         config: adapter.GaspConfig,
         marks: adapter.MarksConfig,
-        trial: Any = None,
         offer: Callable[[adapter.AdapterRun, Fewer], object] = lambda *_: None,
         set_before: Callable[[shared.AsSet], shared.AsSet] = lambda now: now,
     ) -> None:
-        require_supported(trainer, trial)
+        require_supported(trainer)
         self._trainer, self._own, self._offer, self._set_before = trainer, config.directory, offer, set_before
         data = shared.fingerprints.of_data([trainer.train_dataset])
         number = adapter.FITS.begin(self._own, trainer.model)

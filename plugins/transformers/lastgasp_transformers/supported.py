@@ -66,7 +66,7 @@ _FSDP = (
 )
 
 
-def require_supported(trainer: Any, trial: Any) -> None:
+def require_supported(trainer: Any) -> None:
     """Refuse what survivors alone cannot save, and what trains under other rules.
 
     Raises:
@@ -79,7 +79,6 @@ def require_supported(trainer: Any, trial: Any) -> None:
     for field, value, bad, allowed in (
         ("distributed_type", kind, not plain or sharded, "DDP or one device"),
         ("n_gpu", args.n_gpu, args.n_gpu > 1, "one device in each process: start it with torchrun or `lastgasp run`"),
-        ("trial", "a trial", trial is not None, "train() outside of hyperparameter_search()"),
         ("auto_find_batch_size", True, args.auto_find_batch_size, "False: a step must stay the same step"),
         ("enable_jit_checkpoint", True, args.enable_jit_checkpoint, "False: lastgasp itself saves on SIGTERM"),
     ):

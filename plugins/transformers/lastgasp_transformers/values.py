@@ -49,11 +49,12 @@ def roots_of(trainer: Any) -> list[Root]:
 
 
 def roots_of_configs(model: nn.Module | None) -> list[Root]:
-    """How models of transformers' generate, which Seq2SeqTrainer changes in its first evaluation, and later ones read."""
-    named = [] if model is None else [(name, vars(one).get("generation_config"))
-                                      for name, one in model.named_modules() if isinstance(one, PreTrainedModel)]  # fmt: skip
-    found = {id(one): Root(f"{name}{name and '.'}generation_config", one)
-             for name, one in reversed(named) if isinstance(one, GenerationConfig)}  # fmt: skip
+    """How models of transformers' generate: Seq2SeqTrainer's first evaluation changes it for later ones."""
+    found: dict[int, Root] = {}
+    for name, one in [] if model is None else model.named_modules():
+        config = vars(one).get("generation_config") if isinstance(one, PreTrainedModel) else None
+        if isinstance(config, GenerationConfig):
+            found.setdefault(id(config), Root(f"{name}{name and '.'}generation_config", config))
     return list(found.values())
 
 

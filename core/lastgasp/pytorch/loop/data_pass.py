@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from lastgasp.pytorch.loop.position_record import Fixed
-from lastgasp.pytorch.position import ELASTIC, IN_TURN, LoaderPosition, other_ranks
+from lastgasp.pytorch.position import ELASTIC, IN_TURN, LoaderPosition, fetches_ahead, other_ranks
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class DataPass:
         resumed: it began in an earlier run; ranks: how many that had, and this run.
         loaded: state given to its loader for that, until the loader is asked for a batch.
         empty: nothing was left of it, so the loader is not asked.
-        in_turn: what was thrown away for that drew from the random state of the process all along.
+        in_turn: what was thrown away for that drew from the random state of the process all along, as what comes does.
     """
 
     loader: Any
@@ -86,6 +86,10 @@ class DataPass:
         if self._state[0] != self.consumed:
             self._state = self.consumed, self.loaded or self.position.state()
         return self._state[1]
+
+    def ahead(self) -> bytes:
+        """`fetch`, under which also the batch was made that waits; empty where none does, or it came with the first."""
+        return self.fetch if self.consumed > 1 and not self.over and fetches_ahead(self.position) else b""
 
     def fixed(self) -> Fixed:
         """Its entry in a checkpoint; the part that changes only when the pass begins."""

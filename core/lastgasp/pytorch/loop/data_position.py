@@ -78,7 +78,8 @@ class DataPosition:
         if self._dirty or counted != self._passes or any(p.position.changed for p in counted):
             self._static = msgspec.msgpack.encode([p.fixed() for p in counted])
             self._dirty = counted != self._passes
-        rows = [Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=p.state()) for p in counted]
+        rows = [Row(kind=p.kind, consumed=p.consumed, outer=p in outer, over=p.over, state=p.state(),
+                    ahead=b"" if p in outer else p.ahead()) for p in counted]  # fmt: skip
         own = Position(
             epoch=self.epoch,
             done=0 if self.by_hand else self._done,
@@ -286,17 +287,20 @@ class DataPosition:
         due = one.position.resume(started(fixed), one.loaded, one.consumed)
         one.empty = due is None
         one.inner = iter(()) if one.empty else iterate(one.loader)
-        self._throw_away(one, due or 0)
+        self._throw_away(one, due or 0, row.ahead)
         one.position.settle(one.in_turn)
+        one.fetch, one.in_turn = row.ahead, one.in_turn and not row.ahead
         if row.outer and fixed.fetch:
             rng.restore(rng.decode(fixed.fetch))
 
-    def _throw_away(self, one: DataPass, count: int) -> None:
+    def _throw_away(self, one: DataPass, count: int, ahead: bytes) -> None:
         assert one.inner is not None
         if count:
             one.position.first()
         with SkipProgress(count, self._recorder) as progress:
             for done in progress:
+                if ahead and done == count - 1:
+                    rng.restore(rng.decode(ahead))
                 batch = next(one.inner, _END)
                 if batch is _END:
                     log.warning(

@@ -17,6 +17,7 @@ class Row(msgspec.Struct, kw_only=True):
         outer: the loop is in the body of this pass, in which a later one runs.
         over: it is exhausted, or was broken off.
         state: of a stateful loader, pickled.
+        ahead: random state under which the batch was made that waits (`fetches_ahead`).
     """
 
     kind: str
@@ -24,6 +25,7 @@ class Row(msgspec.Struct, kw_only=True):
     outer: bool = False
     over: bool = False
     state: bytes = b""
+    ahead: bytes = b""
 
 
 class Fixed(PassStart, kw_only=True):
@@ -75,7 +77,7 @@ def position_only(data: bytes) -> bytes:
     """The position of another rank, for one whose own was lost: the number of batches, but not the random state."""
     position, fixed = decode(data)
     for row in position.rows:
-        row.state = row.state if row.kind == ELASTIC else b""
+        row.state, row.ahead = row.state if row.kind == ELASTIC else b"", b""
     position.ends = {}
     return encode(position, msgspec.msgpack.encode([Fixed() for _ in fixed]))
 

@@ -6,9 +6,9 @@ loading, a loader with `state_dict` restores its own state, anything else is ite
 that iterates its loaders itself holds an `EpochPosition`; that of a custom training loop calls each position itself.
 """
 
-from lastgasp.pytorch.position import accelerated as _accelerated
 from lastgasp.pytorch.position import fabric as _fabric
 from lastgasp.pytorch.position import known as _known
+from lastgasp.pytorch.position.accelerated import fetches_ahead
 from lastgasp.pytorch.position.compared import is_compared
 from lastgasp.pytorch.position.epoch import EpochPosition
 from lastgasp.pytorch.position.protocol import (
@@ -46,6 +46,7 @@ __all__ = [
     "PassStart",
     "builtin_position",
     "decode_epoch",
+    "fetches_ahead",
     "is_compared",
     "is_epoch_record",
     "iterate",
@@ -54,4 +55,4 @@ __all__ = [
     "register_loader",
     "untrack_sampler",
 ]
-del _accelerated, _fabric, _known
+del _fabric, _known

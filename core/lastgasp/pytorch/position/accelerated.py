@@ -6,14 +6,18 @@ import pickle
 from typing import Any
 
 from lastgasp.pytorch.position.generators import OwnGenerators
-from lastgasp.pytorch.position.loaders import StreamPosition
-from lastgasp.pytorch.position.protocol import PREPARED, PassStart
+from lastgasp.pytorch.position.loaders import StreamPosition, is_map
+from lastgasp.pytorch.position.protocol import PREPARED, LoaderPosition, PassStart
 from lastgasp.pytorch.position.registry import register_loader
 from lastgasp.pytorch.position.samplers import index_sampler
 from lastgasp.pytorch.rng import RngRecorder
 
 _BEGUN = "_initial_iter_for_state_dict"
 """Of torchdata's StatefulDataLoader (0.11): whether its `state_dict` has begun the next pass."""
+
+
+_AT_ONCE = ("torch.utils.data.sampler", "torch.utils.data.distributed", "accelerate.data_loader")
+"""Modules of samplers that draw all their random numbers when they are iterated."""
 
 
 class AcceleratedPosition(StreamPosition):
@@ -33,6 +37,22 @@ class AcceleratedPosition(StreamPosition):
         self._own = OwnGenerators([index_sampler(loader), loader.generator, *made_here], recorder.used)
         self._number: int | None = 0
         self._unlike = False
+
+    @property
+    def ahead(self) -> bool:
+        """It makes one batch ahead in this process, of samples whose order does not depend on when that happens.
+
+        Only the batch that waits has then to be made under the random state of its own time.
+        """
+        held = self._held()
+        if type(self.loader).__name__ != "DataLoaderShard" or not is_map(held) or held.num_workers:
+            return False
+        sampler = held.batch_sampler or held.sampler
+        while sampler is not None:
+            if type(sampler).__module__ not in _AT_ONCE:
+                return False
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        return True
 
     @property
     def inexact(self) -> str:
@@ -83,6 +103,11 @@ class AcceleratedPosition(StreamPosition):
     def _sampler(self) -> Any:
         """The one that shuffles, behind those that take shares."""
         return getattr(self.loader, "get_sampler", lambda: None)()
+
+
+def fetches_ahead(position: LoaderPosition) -> bool:
+    """As `AcceleratedPosition.ahead`."""
+    return isinstance(position, AcceleratedPosition) and position.ahead
 
 
 register_loader("accelerate.data_loader:DataLoaderAdapter", AcceleratedPosition)
