@@ -213,8 +213,8 @@ def test_an_evaluation_that_generates_goes_on_as_after_the_first(tmp_path: Path)
         torch.manual_seed(7)
         net = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
                                                   decoder_start_token_id=0, eos_token_id=49))  # fmt: skip
-        asked = {"predict_with_generate": True, "generation_config": None, "generation_max_length": None,
-                 "generation_num_beams": None, "metric_for_best_model": None}  # fmt: skip
+        asked: Any = {"predict_with_generate": True, "generation_config": None, "generation_max_length": None,
+                      "generation_num_beams": None, "metric_for_best_model": None}  # fmt: skip
         one = trainer(folder, *callbacks, net=net, kind=Seq2SeqTrainer, **asked)
         one.compute_metrics = lambda found: {"length": found.predictions.shape[1]}
         one.train()

@@ -393,6 +393,15 @@ def test_a_module_of_the_user_that_comes_before_a_librarys_forbids_it(tmp_path: 
         ready(found)
 
 
+def test_a_second_name_that_the_first_import_takes_forbids_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Cython gives it to `pandas._libs._cyutility` and `scipy._cyutility`."""
+    monkeypatch.setitem(sys.modules, "_shared", json.decoder)
+    other = {"other": "/lib/other/__init__.py", "other._shared": "/lib/other/_shared.so"}
+    ours = {"json.decoder": str(json.decoder.__file__)}
+    assert warm_checks.differing({**ours, **other, "_shared": "/lib/other/_shared.so"}) == ""
+    assert warm_checks.differing({**ours, "_shared": "/home/me/_shared.py"}).startswith("_shared is /home/me/_shared.py")
+
+
 def test_what_has_been_installed_since_is_not_forked_from(tmp_path: Path) -> None:
     library(tmp_path, "before", "")
     with process(tmp_path, "before") as found:

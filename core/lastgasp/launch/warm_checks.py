@@ -151,9 +151,19 @@ def differing(modules: Mapping[str, str]) -> str:
     """Which module here comes from another file than in the rank that reported, in words; or empty."""
     for name, path in modules.items():
         here = origin(sys.modules[name]) if name in sys.modules and name != "__main__" else path
-        if here != path:
+        if here != path and not _is_second_name(name, path, modules):
             return f"{name} is {path or 'no file'} in the ranks, and {here or 'no file'} to other imports"
     return ""
+
+
+def _is_second_name(name: str, path: str, modules: Mapping[str, str]) -> bool:
+    """Cython gives the module that an extension package shares (`_cyutility`) one name more.
+
+    Of several packages, the one that is imported first has it; its extensions import their own by its full name.
+    """
+    spec = getattr(sys.modules[name], "__spec__", None)
+    known = spec is not None and spec.name != name and sys.modules.get(spec.name) is sys.modules[name]
+    return known and any(other != name and there == path for other, there in modules.items())
 
 
 def fork_once() -> str:
