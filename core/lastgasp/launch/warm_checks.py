@@ -31,7 +31,8 @@ NVML = re.compile(r"cuda[0-9a-f]{11}")
 and children of a process that has one were seen to use the GPU."""
 NVML_OPENED = 10_000
 """How often imports may have opened it."""
-BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWORKX_"}
+BY_PREFIX = {"tqdm.std": "TQDM_", "fsspec.config": "FSSPEC_", "networkx": "NETWORKX_",
+             "diffusers.utils.import_utils": "COLAB_"}  # fmt: skip
 """Modules that go through all variables when they are imported, and how the names begin that they take."""
 AT_LOADING = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "MALLOC_", "PYTORCH_", "ATEN_",
