@@ -399,7 +399,8 @@ def test_a_second_name_that_the_first_import_takes_forbids_nothing(monkeypatch: 
     other = {"other": "/lib/other/__init__.py", "other._shared": "/lib/other/_shared.so"}
     ours = {"json.decoder": str(json.decoder.__file__)}
     assert warm_checks.differing({**ours, **other, "_shared": "/lib/other/_shared.so"}) == ""
-    assert warm_checks.differing({**ours, "_shared": "/home/me/_shared.py"}).startswith("_shared is /home/me/_shared.py")
+    found = warm_checks.differing({**ours, "_shared": "/home/me/_shared.py"})
+    assert found.startswith("_shared is /home/me/_shared.py in the ranks")
 
 
 def test_what_has_been_installed_since_is_not_forked_from(tmp_path: Path) -> None:
