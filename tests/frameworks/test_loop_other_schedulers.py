@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -135,3 +136,26 @@ def test_one_that_was_forgotten_is_named(
             foreign.step()
     assert caplog.text.count(f"({type(scheduler).__name__}) {FORGOTTEN}") == named
     assert caplog.text.count(FORGOTTEN) == named and idle.last_epoch == 0
+
+
+@pytest.mark.parametrize("made", ["before", "within"])
+@pytest.mark.parametrize("given", ["not at all", "scaler", "extra", "disabled"])
+def test_a_grad_scaler_that_was_forgotten_is_named(
+    given: str, made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def new() -> GradScaler:
+        return GradScaler("cpu", init_scale=8.0, enabled=given != "disabled")
+
+    model, other = nn.Linear(4, 3), GradScaler("cpu")
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), new()
+    held = {"scaler": scaler} if given == "scaler" else {"extra": {"scaler": scaler}} if given == "extra" else {}
+    with Session.open(tmp_path, state=TorchState(model, optimizer, **held)) as s:
+        used = new() if made == "within" and not held else scaler
+        for _ in s.epochs(1):
+            for x, _ in s.batches(loader()):
+                optimizer.zero_grad()
+                used.scale(model(x).sum()).backward()
+                used.step(optimizer)
+                used.update()
+    assert caplog.text.count("a GradScaler is used that is not in TorchState") == (given == "not at all")
+    assert other.get_scale() == 2.0**16

@@ -56,7 +56,7 @@ class OtherSchedulers:
         self._forgotten = [(ref(one), counts(one)) for one in self._there()]
         self._states: dict[int, list[_Saved]] = {}
         self._due: list[_Saved] = []
-        self._undo: list[Callable[[], object]] = [_patched(kind, self._is_made) for kind in _MAKERS]
+        self._undo: list[Callable[[], object]] = [patched(kind, self._is_made) for kind in _MAKERS]
 
     def remove(self) -> None:
         """What is made from here on is not seen. Idempotent."""
@@ -68,9 +68,9 @@ class OtherSchedulers:
         if self._state.engine is not None:  # which saves its own
             return []
         known = {id(one) for kept in (self._state.schedulers.values(), self._state.extra.values())
-                 for one in _within(list(kept), _DEEP)}  # fmt: skip
-        kinds = set(_kinds(LRScheduler))
-        found = [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]
+                 for one in within(list(kept), LRScheduler)}  # fmt: skip
+        schedulers = set(kinds(LRScheduler))
+        found = [one for one in gc.get_objects() if type(one) in schedulers and id(one) not in known]
         return _outermost(one for one in found if self._ours(one))
 
     def _ours(self, scheduler: Any) -> bool:
@@ -137,7 +137,8 @@ def counts(scheduler: Any) -> int:
     return int(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0)))
 
 
-def _patched(kind: type, made: Callable[[Any], object]) -> Callable[[], object]:
+def patched(kind: type, made: Callable[[Any], object]) -> Callable[[], object]:
+    """Have `made` called with each new object of `kind`. Returns what undoes it."""
     before = kind.__dict__["__init__"]
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -154,23 +155,24 @@ def _patched(kind: type, made: Callable[[Any], object]) -> Callable[[], object]:
     return undo
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def kinds(kind: type) -> Iterator[type]:
+    """A class and those that are derived from it."""
     yield kind
     derived: list[type] = kind.__subclasses__()
     for one in derived:
-        yield from _kinds(one)
+        yield from kinds(one)
 
 
-def _within(value: Any, deep: int) -> Iterator[Any]:
-    """Schedulers in containers and attributes of the user's objects, and in each other."""
-    if isinstance(value, LRScheduler):
+def within(value: Any, wanted: type, deep: int = _DEEP) -> Iterator[Any]:
+    """Objects of a class in containers and attributes of the user's objects, and in each other."""
+    if isinstance(value, wanted):
         yield value
     elif deep <= 0 or isinstance(value, Tensor | nn.Module | Optimizer | type | str | bytes):
         return
     held: Any = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {})
     inside: list[Any] = list(held.values() if isinstance(held, dict) else held)
     for one in inside[:100] if deep > 0 else ():
-        yield from _within(one, deep - 1)
+        yield from within(one, wanted, deep - 1)
 
 
 def _outermost(found: Iterator[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lastgasp.pytorch.loop.other_scalers import OtherScalers
 from lastgasp.pytorch.loop.other_schedulers import OtherSchedulers, counts
 
 RATES_ANEW = (
@@ -92,16 +93,21 @@ class ScheduleWatch:
     """Counts the steps of schedulers, so that a step that was cut short after its update can be completed.
 
     Args:
-        schedulers, optimizers: the user's; others: schedulers that the loop has made itself.
+        schedulers, optimizers: the user's.
+        others, scalers: what is not in the `TorchState`.
 
     Attributes:
         rates: what is known of learning rates.
     """
 
     def __init__(
-        self, schedulers: Iterable[Any], optimizers: Iterable[Any] = (), others: OtherSchedulers | None = None
+        self,
+        schedulers: Iterable[Any],
+        optimizers: Iterable[Any] = (),
+        others: OtherSchedulers | None = None,
+        scalers: OtherScalers | None = None,
     ) -> None:
-        self._schedulers, self._others = list(schedulers), others
+        self._schedulers, self._others, self._scalers = list(schedulers), others, scalers
         self.rates = FirstRates(optimizers, self._schedulers)
         self._before = self._counts()
         self._usual = dict[int, int]()
@@ -122,6 +128,8 @@ class ScheduleWatch:
         self._usual = {one: now - self._before[one] for one, now in self._counts().items() if one in self._before}
         if self._others is not None:
             self._others.step_over(step)
+        if self._scalers is not None:
+            self._scalers.step_over()
 
     def catch_up(self, step: int = 0) -> None:
         """Step each scheduler as often as in the step before. One that needs a metric is not stepped."""
@@ -161,9 +169,10 @@ class ScheduleWatch:
 
 def watch_schedules(state: Any, life: Any, saved: bool) -> ScheduleWatch:
     """The `ScheduleWatch` of a `TorchState`, until the run (`AdapterRun`) ends; `saved`: as of `OtherSchedulers`."""
-    others = OtherSchedulers(state, life.session.note, saved)
+    others, scalers = OtherSchedulers(state, life.session.note, saved), OtherScalers(state, life.session.note)
     life.on_close(others.remove)
-    return ScheduleWatch(state.schedulers.values(), state.optimizers.values(), others)
+    life.on_close(scalers.remove)
+    return ScheduleWatch(state.schedulers.values(), state.optimizers.values(), others, scalers)
 
 
 def _last_epoch(scheduler: Any) -> int:
