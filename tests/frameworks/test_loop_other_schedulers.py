@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD
@@ -78,6 +79,8 @@ def test_one_that_the_first_epoch_makes_goes_on(
     whole = train(99, tmp_path / "whole")
     with pytest.raises(Cut):
         train(at, tmp_path / "cut")
+    for saved in (tmp_path / "cut").glob("*.pt"):
+        torch.load(saved, weights_only=True)
     assert train(99, tmp_path / "cut") == whole[at:]
     assert FORGOTTEN not in caplog.text and NOT_AGAIN not in caplog.text
     assert LRScheduler.__init__ is INIT

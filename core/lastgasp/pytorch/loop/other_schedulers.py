@@ -100,15 +100,15 @@ class OtherSchedulers:
             self._forgotten = []
             self._note(FORGOTTEN.format(_named(type(one).__qualname__ for one in stepped if self._ours(one))))
 
-    def record(self, step: int) -> bytes:
-        """What `resumed` gets; empty where there are none."""
+    def record(self, step: int) -> bytes | None:
+        """What `resumed` gets; None where there are none: `torch.load(weights_only=True)` takes no empty bytes."""
         found = self._states.get(step, [])
         try:
-            return pickle.dumps(found) if found else b""
+            return pickle.dumps(found) if found else None
         except Exception as error:  # of the user's own kind
             self._note(FORGOTTEN.format(_named(name for name, _ in found)))
             log.debug("schedulers that the loop makes cannot be pickled: %s", error)
-            return b""
+            return None
 
     def resumed(self, record: bytes | None) -> None:
         """The state of a checkpoint is loaded; the loop is on its way to its position."""

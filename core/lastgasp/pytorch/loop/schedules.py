@@ -144,7 +144,7 @@ class ScheduleWatch:
 
     def record(self, step: int) -> dict[str, Any]:
         """What `resumed` gets with the checkpoint of `step`."""
-        others = b"" if self._others is None else self._others.record(step)
+        others = None if self._others is None else self._others.record(step)
         return {"first_rates": self.rates.record(), "other_schedulers": others}
 
     def resumed(
