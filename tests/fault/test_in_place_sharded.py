@@ -12,11 +12,13 @@ import pytest
 from lastgasp.checkpoint import candidates
 from lastgasp.gasp.incidents import NOBODY
 from lastgasp.testing.weights import differences
-from support import again_faults
+from support import again_faults, fsdp_strategy
 from support.again_in_parts import LIGHTNING, LOOP, MOMENTS, Case, Job, check_same
 from support.disturbed import disturbed, lines
 from support.launchers import incidents, undisturbed_jobs
 from support.train_sharded import FLAT
+
+FSDP = tuple(one for one in fsdp_strategy.SHAPES if one not in ("fsdp-grads", "fsdp-whole", "fsdp-hybrid"))
 
 KILL = "kind=sigkill,rank=1,step=7,phase=backward"  # ModelCheckpoint has not saved that step
 SECOND = "no step was completed since training began, when the fault before was answered in place"
@@ -39,6 +41,11 @@ OTHER_SHAPES = (
     (LIGHTNING, "ending", 2, "sigkill,0,8,update"),
     (LIGHTNING, "manual", 2, "sigkill,1,8,update"),
     (LIGHTNING, "late", 2, "sigkill,0,8,backward"),
+    *((LIGHTNING, shape, 2, f"sigkill,{rank},8,{moment}") for shape in FSDP
+      for rank, moment in ((0, "update"), (1, "backward"))),
+    (LIGHTNING, "fsdp", 4, "sigkill,2,8,backward"),
+    (LIGHTNING, "fsdp", 2, "sigstop,1,8,backward"),
+    (LIGHTNING, "fsdp", 2, "exception,1,8,forward"),
     *((job, *case) for job in (LOOP, LIGHTNING) for case in (
         ("plain", 4, "sigkill,2,8,backward"),
         ("hybrid", 4, "sigkill,0,8,forward"),
@@ -197,6 +204,8 @@ def test_a_survivor_that_does_not_leave_its_training_is_replaced(
             ("no memory", ("--full",), "of memory are available"))),
         pytest.param(LIGHTNING, "hooked", (), "is not called at each step", "is not called at each step", id="a hook"),
         pytest.param(LIGHTNING, "plain", ("--recovery", "restart"), "", "", id="restart"),
+        *(pytest.param(LIGHTNING, f"fsdp-{shape}", ("--recovery", "auto"), "keeps parts in memory when a backward pass",
+                       "", id=f"fsdp-{shape}") for shape in ("grads", "whole")),
         pytest.param(LOOP, "flat-whole", (), "there is no recovery in place with FSDP1's HYBRID_SHARD or NO_SHARD", "",
                      id="flat-whole"),
     ],

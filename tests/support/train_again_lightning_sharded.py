@@ -1,4 +1,4 @@
-"""A Lightning job of `ModelParallelStrategy` whose `fit` can be entered again: shards, checkpoints, plain values."""
+"""A Lightning job of `ModelParallelStrategy` or `FSDPStrategy` whose `fit` can be entered again, with plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -23,19 +22,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from lastgasp import arena
 from lastgasp.pytorch.loop import again
 from lastgasp_lightning import LastGasp
-from support import again_faults, train_lightning_sharded
+from support import again_faults, fsdp_strategy, train_lightning_sharded
 from support.again_faults import note
 
 GATE = 5
 """Completed steps after which the ranks wait for the file `go`: faults come behind it."""
 STEPS = 12
-SHAPES = (*train_lightning_sharded.SHAPES, "late", "hooked")
+SHAPES = (*train_lightning_sharded.SHAPES, *fsdp_strategy.SHAPES, "late", "hooked")
 _drop_groups: Any = vars(again)["drop_groups"]
 _shards: list[Any] = []
 """Weak references to parameters of the entry before."""
 
 
-class Sharded(train_lightning_sharded.Sharded):
+class Counted(train_lightning_sharded.Perceptron):
     """As there; counts its steps in plain Python, and logs."""
 
     def __init__(self, shape: str, stateless: bool) -> None:
@@ -43,6 +42,21 @@ class Sharded(train_lightning_sharded.Sharded):
         self.stateless = stateless
         self.steps, self.seen = 0, list[int]()
         self.late: nn.Module | None = None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Whatever the count is has a part in the loss: it must be that of the step."""
+        self.steps += 1
+        self.seen.append(self.global_step)
+        inputs = batch[0] if self.late is None else self.late(batch[0])
+        count = self.global_step if self.stateless else self.steps
+        loss = super().training_step([inputs + 0.001 * count, batch[1]], batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("steps", float(self.steps), sync_dist=True)
+        return loss
+
+
+class Sharded(Counted, train_lightning_sharded.Sharded):
+    """With `fully_shard`."""
 
     def configure_model(self) -> None:
         """Layers of the shape `late` are made here, unless they are there already."""
@@ -56,16 +70,13 @@ class Sharded(train_lightning_sharded.Sharded):
             meshes: Any = self.device_mesh
             fully_shard(self.late, mesh=meshes["data_parallel"])
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Whatever the count is has a part in the loss: it must be that of the step."""
-        self.steps += 1
-        self.seen.append(self.global_step)
-        inputs = batch[0] if self.late is None else self.late(batch[0])
-        count = self.global_step if self.stateless else self.steps
-        loss = super().training_step([inputs + 0.001 * count, batch[1]], batch_idx)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("steps", float(self.steps), sync_dist=True)
-        return loss
+
+class Wrapped(Counted, train_lightning_sharded.Wrapped):
+    """Wraps its layers itself."""
+
+
+class Legacy(Counted, train_lightning_sharded.Legacy):
+    """The same, by an older hook."""
 
 
 class Ending(Sharded):
@@ -84,6 +95,9 @@ class Hooked(Sharded):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A number."""
         checkpoint["added"] = 1
+
+
+KINDS = {"ending": Ending, "hooked": Hooked, "fsdp-wrapped": Wrapped, "fsdp-legacy": Legacy}
 
 
 class Diary(Callback):
@@ -150,17 +164,18 @@ def main() -> None:
     ours = LastGasp(args.dir, arena=args.arena, recovery=args.recovery)
     saves = ModelCheckpoint(args.dir, "{step}", every_n_train_steps=4, save_top_k=2, monitor="step", mode="max")
     trainer = Trainer(
-        accelerator="cpu", devices=here, num_nodes=world // here, max_steps=STEPS, max_epochs=-1,
-        strategy=ModelParallelStrategy(world // tensor, tensor), enable_progress_bar=False,
+        devices=here, num_nodes=world // here, max_steps=STEPS, max_epochs=-1, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0,
         log_every_n_steps=1, logger=CSVLogger(args.dir / "logs" / "table"), callbacks=[Diary(args, ours), ours, saves],
-        accumulate_grad_batches=2 if args.shape == "accumulated" else 1,
+        **train_lightning_sharded.options(args.shape, world),
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(7)  # replicas begin alike: fully_shard does not see to that
-        model = {"ending": Ending, "hooked": Hooked}.get(args.shape, Sharded)(args.shape, args.stateless)
+        usual = Counted if args.shape in fsdp_strategy.SHAPES else Sharded
+        model = KINDS.get(args.shape, usual)(args.shape, args.stateless)
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8))
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    wrapped: Any = trainer.strategy.model
+    whole = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
     note(args.dir, f"seen {model.steps} {model.seen}")
     if trainer.is_global_zero:
         torch.save({name: value for name, value in whole.items() if "running" not in name}, args.dir / "final.pt")

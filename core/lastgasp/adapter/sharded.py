@@ -8,7 +8,17 @@ sharded.
 from __future__ import annotations
 
 from lastgasp.pytorch.held_shards import HeldShards
-from lastgasp.pytorch.sharded import Shards, fill, is_sharded, unsupported
+from lastgasp.pytorch.sharded import (
+    Shards,
+    fill,
+    is_hybrid,
+    is_sharded,
+    let_go,
+    load,
+    stays_alive,
+    unsupported,
+    whole_parameters,
+)
 from lastgasp.pytorch.sharded_image import Payload
 from lastgasp.pytorch.sharded_saves import ShardedGasp
 from lastgasp.pytorch.sharded_source import ShardedSource, SmallState
@@ -21,6 +31,11 @@ __all__ = [
     "Shards",
     "SmallState",
     "fill",
+    "is_hybrid",
     "is_sharded",
+    "let_go",
+    "load",
+    "stays_alive",
     "unsupported",
+    "whole_parameters",
 ]

@@ -11,13 +11,18 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lastgasp.fits import fingerprint
+from lastgasp.pytorch.zero import is_flat
 
 _DEEP = 8
 _ROWS = 4
 
 
 def of_model(module: nn.Module) -> str:
-    """Names, shapes and dtypes of the parameters as they stand."""
+    """Names, shapes and dtypes of the parameters as they stand; in FSDP1 those of all ranks together."""
+    if is_flat(module):
+        from lastgasp.pytorch.sharded.names import whole_parameters
+
+        return fingerprint((one.name, one.shape, one.dtype) for one in whole_parameters(module))
     return fingerprint(
         (name, None if is_lazy(p) else tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()
     )

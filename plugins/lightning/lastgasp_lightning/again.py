@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Checkpo
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
@@ -47,6 +47,7 @@ from lastgasp.adapter.again import (
     packed,
 )
 from lastgasp.adapter.checkpoint import name_of_fit
+from lastgasp_lightning import fsdp
 from lastgasp_lightning.checkpoint_io import LAYOUT
 from lastgasp_lightning.compat import Undo, replace_method
 from lastgasp_lightning.enters import Enters
@@ -139,7 +140,8 @@ def _done_before(callbacks: list[Any]) -> None:
 
 def _watch_groups() -> None:
     """Know the process groups that strategies of Lightning's make: an entry makes them again."""
-    for strategy, name in ((DDPStrategy, "setup_distributed"), (ModelParallelStrategy, "_setup_distributed")):
+    for strategy, name in ((DDPStrategy, "setup_distributed"), (ModelParallelStrategy, "_setup_distributed"),
+                           (FSDPStrategy, "setup_environment")):  # fmt: skip
         setattr(strategy, name, _watched(getattr(strategy, name)))
     _count_ranks()
 
@@ -202,11 +204,11 @@ def cannot(trainer: Any, model: Any) -> str:
     """Why a fit of this trainer cannot be entered again; empty if it can."""
     strategy, epoch = trainer.strategy, getattr(trainer.fit_loop, "epoch_loop", None)
     if is_sharded_by(strategy):
-        if why := cannot_shard_again(model):
+        if why := cannot_shard_again(model) or fsdp.cannot_again(strategy):
             return why
     elif type(strategy) is not DDPStrategy or strategy._start_method != "popen":
-        return (f"its strategy is {type(strategy).__name__}, and only 'ddp' and ModelParallelStrategy can make their "
-                "process group anew")  # fmt: skip
+        return (f"its strategy is {type(strategy).__name__}, and only 'ddp', ModelParallelStrategy and FSDPStrategy "
+                "can make their process group anew")  # fmt: skip
     if not launched() and choose_backend().backend == "embedded":
         return "no launcher of lastgasp's has started it (lastgasp run, or torchrun where lastgasp is installed)"
     if _users_group():
@@ -391,12 +393,12 @@ class LightningAgain(AgainHere):
 
 def trained(trainer: Any) -> frozenset[str]:
     """Names of the parameters that are."""
-    return frozenset(name for name, one in trainer.lightning_module.named_parameters() if one.requires_grad)
+    return frozenset(name for name, is_trained in fsdp.parameters_of(trainer) if is_trained)
 
 
 def names_of(trainer: Any) -> frozenset[str]:
     """Of the module's parameters."""
-    return frozenset(name for name, _ in trainer.lightning_module.named_parameters())
+    return frozenset(name for name, _ in fsdp.parameters_of(trainer))
 
 
 def gasp_path(directory: Path, step: int, fit: int) -> Path:

@@ -61,10 +61,10 @@ class LastGasp(Enters, Callback):
         profiling_limit_mb: MB that the marks' files may take; beyond it the oldest go; default 5000.
         recovery: how a fault may be answered: "auto" goes on in the same processes where that is possible
             (docs/in-place.md), "retry" without replacing any, "replace" only where one is replaced; "restart" saves the
-            step and restarts the job, "save" saves it and ends the job. Default: "auto" for ddp and
-            ModelParallelStrategy on CPUs with gloo under a launcher, "restart" elsewhere.
-        arena: with ModelParallelStrategy: which steps are copied into memory that outlives the rank, "auto" (default),
-            "every N" or "off" (docs/sharded.md).
+            step and restarts the job, "save" saves it and ends the job. Default: "auto" for ddp,
+            ModelParallelStrategy and FSDPStrategy on CPUs with gloo under a launcher, "restart" elsewhere.
+        arena: with ModelParallelStrategy and FSDPStrategy: which steps are copied into memory that outlives the rank,
+            "auto" (default), "every N" or "off" (docs/sharded.md).
 
     Each has an environment variable (`LASTGASP_KEEP`, ...), which counts where the argument is left out.
 

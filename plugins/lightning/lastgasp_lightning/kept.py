@@ -60,6 +60,8 @@ class KeptTrainer:
         self._loops = _loops(trainer.fit_loop)
         self._replaced = [(one, set(vars(one))) for one in (trainer.strategy, trainer.strategy.precision_plugin)]
         self._forward = vars(model).get("forward")
+        options = getattr(trainer.strategy, "kwargs", None)  # of FSDP1, in which a mesh gets there
+        self._strategy = {"_device_mesh": None} if options is None else {"kwargs": dict(options)}
 
     def renew(self, state: UserValues | None) -> None:
         """Between two entries: nothing of the last entry goes on. Where parts are sharded its process groups are
@@ -85,7 +87,7 @@ class KeptTrainer:
             vars(owner).update(_copied(attributes))
         self._renew_module()
         if self._parts is not None:
-            strategy._device_mesh = None
+            vars(strategy).update({name: copy.copy(value) for name, value in self._strategy.items()})
             for owner, known in self._replaced:
                 _forget_replaced(owner, known)
             self._parts.renew()

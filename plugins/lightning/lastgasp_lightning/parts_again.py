@@ -10,12 +10,12 @@ from typing import Any
 from lastgasp.adapter import Contact, ManifestWriter, NotSaveable, Place
 from lastgasp.adapter.again import Again, Memory, PartsAgain, UserValues
 from lastgasp.adapter.arenas import Arena
-from lastgasp.adapter.sharded import HeldShards
+from lastgasp.adapter.sharded import HeldShards, let_go
 from lastgasp_lightning.again import LightningAgain, gasp_path
 from lastgasp_lightning.checkpoint_io import SHARDED
 from lastgasp_lightning.leaving import Restored
 from lastgasp_lightning.ranks import connect_nodes
-from lastgasp_lightning.sharded import META, OWN, named
+from lastgasp_lightning.sharded import META, OWN
 
 _MORE = "more"
 
@@ -30,7 +30,6 @@ class HeldFit(HeldShards):
     """
 
     layout = SHARDED
-    rename = staticmethod(named)
 
     def __init__(self, arena: Arena, writer: ManifestWriter, config: Any, fit: int, more: bytes) -> None:
         super().__init__(arena, writer, config)
@@ -99,6 +98,12 @@ class LightningPartsAgain(PartsAgain, LightningAgain):
         # As in the base: another rank than `source` may have to give them.
         values = self.values(gives=bool(again.takers) and run.place.rank == again.source)
         return Memory(again.step, {_MORE: held.more}, durable, held.present, values)
+
+    def let_go(self, again: Again) -> list[Any]:
+        """As in the base; FSDP1's wrapper goes at once, as it holds parts."""
+        let_go(self.run.trainer.strategy.model)
+        super().let_go(again)
+        return []
 
     def reach(self) -> Callable[[Place], Contact | None]:
         """Its launcher's controller."""

@@ -7,16 +7,12 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lastgasp.adapter import ConfigError, Contact, Place, contact_of, data_parallel, place_in_job
 from lastgasp.adapter.torch import from_rank_0
 from lastgasp_lightning.compat import WeightAveraging
-
-_FSDP = (
-    "Its FSDP1 is deprecated in torch, and flattens parameters into one tensor. Use ModelParallelStrategy with "
-    "fully_shard in configure_model() (docs/sharded.md), or take LastGasp out of the callbacks."
-)
+from lastgasp_lightning.fsdp import is_fsdp, require_known
 
 
 def require_same_lightning(trainer: Any) -> None:
@@ -47,9 +43,9 @@ def require_supported(trainer: Any) -> None:
         started = getattr(strategy, "_start_method", "popen")
         value = name if started == "popen" else f"{name} with start method {started}"
         remedy = "Use strategy='ddp', or take LastGasp out of the callbacks."
-        if isinstance(strategy, FSDPStrategy):
-            remedy = _FSDP
-        raise ConfigError("strategy", value, "'ddp', ModelParallelStrategy or a single device", remedy)
+        raise ConfigError(
+            "strategy", value, "'ddp', ModelParallelStrategy, FSDPStrategy or a single device", remedy
+        )
     if plain and strategy._model_averaging_period is not None:
         raise ConfigError(
             "model_averaging_period", strategy._model_averaging_period, "None", "Its ranks hold different weights."
@@ -73,15 +69,18 @@ def require_supported_optimizers(trainer: Any) -> None:
 
 def is_sharded_by(strategy: Any) -> bool:
     """Whether each rank holds a part of the state."""
-    return type(strategy) is ModelParallelStrategy
+    return type(strategy) is ModelParallelStrategy or is_fsdp(strategy)
 
 
 def _require_parts(trainer: Any) -> None:
-    if not trainer.strategy._save_distributed_checkpoint:
+    strategy, name = trainer.strategy, type(trainer.strategy).__name__
+    if is_fsdp(strategy):
+        require_known(strategy)
+    elif not strategy._save_distributed_checkpoint:
         raise ConfigError("save_distributed_checkpoint", False, "True", "Each rank saves its part then, as after a "
                           "fault: a rank that is alone cannot gather the whole.")  # fmt: skip
     if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):
-        raise ConfigError("callbacks", "WeightAveraging", "none of it with ModelParallelStrategy", "Lightning does not "
+        raise ConfigError("callbacks", "WeightAveraging", f"none of it with {name}", "Lightning does not "
                           "shard averaged models. Leave it out, or take LastGasp out of the callbacks.")  # fmt: skip
 
 

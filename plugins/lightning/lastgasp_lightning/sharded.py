@@ -1,4 +1,5 @@
-"""A fit of which each rank holds a part (`ModelParallelStrategy`): its gasps are directories as Lightning writes them.
+"""A fit of which each rank holds a part (`ModelParallelStrategy`, `FSDPStrategy`): its gasps are directories as
+Lightning writes them.
 
 Lightning restores such a fit once the strategy is set up, after `on_fit_start`, and has the optimizers make an update
 for that. So what hooks optimizers comes in `on_train_start` there.
@@ -17,8 +18,9 @@ from lastgasp.adapter import ConfigError, ManifestWriter, NotSaveable, cause_of
 from lastgasp.adapter.again import Again
 from lastgasp.adapter.arenas import ArenaMode, Taken
 from lastgasp.adapter.checkpoint import Staged
-from lastgasp.adapter.sharded import Payload, ShardedSource, Shards, fill, is_sharded, unsupported
+from lastgasp.adapter.sharded import Payload, ShardedSource, Shards, fill, is_sharded, stays_alive, unsupported
 from lastgasp.adapter.torch import AuxRecorder, buffers_of, persistent_buffers
+from lastgasp_lightning import fsdp
 from lastgasp_lightning.again import gasp_path
 from lastgasp_lightning.checkpoint_io import SHARDED
 from lastgasp_lightning.compat import replace_method
@@ -48,11 +50,11 @@ class LightningShards(ShardedSource):
     """
 
     layout = SHARDED
-    rename = staticmethod(named)
 
     def __init__(self, run: Any, writer: ManifestWriter, mode: ArenaMode) -> None:
         super().__init__(run.life, writer, run.config, mode)
         self._run, self._trainer = run, run.trainer
+        self.rename = fsdp.named if fsdp.is_fsdp(run.trainer.strategy) else named
         self._leaving = Leaving(run)
 
     def begin(self) -> None:
@@ -62,21 +64,29 @@ class LightningShards(ShardedSource):
             ConfigError: something of it cannot be saved by the survivors.
         """
         trainer, on_close = self._trainer, self._run.life.on_close
-        models, optimizers = self._parts()
+        models, optimizers = self.parts()
         if found := unsupported(models, optimizers):
             raise ConfigError("model", *found)
         if not is_sharded(models):
-            raise ConfigError("model", "configure_model() shards nothing", "parameters that are DTensors",
-                              "Call fully_shard in it, or use strategy='ddp'.")  # fmt: skip
+            raise ConfigError("model", "configure_model() shards nothing", "parameters of which ranks hold parts",
+                              "Shard layers in it, or use strategy='ddp'.")  # fmt: skip
         self.describe(Shards(models, optimizers, self.rank, trainer.world_size, single_optimizer=False,
                              parts_too=False))  # fmt: skip
         connector, strategy = trainer._checkpoint_connector, trainer.strategy
         on_close(replace_method(connector, "_get_lightning_module_state_dict", self._instead(self._stated)))
         on_close(replace_method(strategy, "optimizer_state", self._instead(lambda optimizer: optimizer.state_dict())))
 
-    def _parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model and the optimizers, by name."""
         optimizers = {str(number): optimizer for number, optimizer in enumerate(self._trainer.optimizers)}
-        return {_MODEL: self._trainer.lightning_module}, optimizers
+        return {_MODEL: self._trainer.strategy.model}, optimizers  # of FSDP1 the wrapper, which has some of the parts
+
+    @property
+    def _prefix(self) -> str:
+        """Of the names that the LightningModule's buffers have in it."""
+        modules, own = self._trainer.strategy.model.named_modules(), self._trainer.lightning_module
+        name = next(name for name, module in modules if module is own)
+        return f"{_MODEL}.{name}." if name else f"{_MODEL}."
 
     def _instead(self, dumped: Any) -> Any:
         """Lightning's own may gather, and reshards live parameters: not on a thread of ours."""
@@ -112,7 +122,7 @@ class LightningShards(ShardedSource):
         own = {self.rank: payload.aux} if payload.aux else {}
         first = self._run.session.gather("arenas/first", payload.aux if self.rank == 0 else b"")[0]  # what was logged
         restored = Restored.of(taken.step, more, own | ({0: first} if first else {}))
-        models, optimizers = self._parts()
+        models, optimizers = self.parts()
         fill(payload.shards, models, optimizers, rank=self.rank, world_size=self._trainer.world_size,
              single_optimizer=False, parts_too=False)  # fmt: skip
         checkpoint, record = restored.files(restored.aux)
@@ -131,13 +141,15 @@ class LightningShards(ShardedSource):
 
     def cannot_again(self) -> str:
         """As in the base; and where a new process could not know what stands beside the tensors."""
+        if stays_alive(self._trainer.strategy.model):
+            return "a part is held by several ranks in FSDP1, which keeps a model in memory whose backward pass fails"
         return super().cannot_again() or self._leaving.cannot()
 
     def settle_buffers(self, step: int) -> None:
         """As in the base."""
-        live = dict(persistent_buffers(self._trainer.lightning_module))
+        live, prefix = dict(persistent_buffers(self._trainer.lightning_module)), self._prefix
         for name, value in self.buffers(step, self.capture(step)).items():
-            holder, key = live[name.removeprefix(f"{_MODEL}.")]
+            holder, key = live[name.removeprefix(prefix)]
             if (there := holder[key]) is not None:
                 there.detach().copy_(value)
 
@@ -157,7 +169,7 @@ class LightningShards(ShardedSource):
             raise NotSaveable(f"what stands beside step {step} cannot be dumped ({cause_of(error)})") from error
         writer = replace(self._writer, fit=lambda: fit)
         found = HeldFit(self.hand_on(), writer, self.config, number, more)
-        found.alike, found.present = self.alike, self.present
+        found.alike, found.present, found.rename = self.alike, self.present, self.rename
         return found
 
     def enter(
@@ -198,7 +210,8 @@ class LightningShards(ShardedSource):
     def buffers(self, step: int, own: bytes) -> Mapping[str, Tensor]:
         """As `buffers_of`."""
         found = buffers_of(step, {self.rank: own} if own else {}, self.recorder, [self.rank])
-        return {f"{_MODEL}.{name}": value for name, value in found.items()}
+        prefix = self._prefix
+        return {f"{prefix}{name}": value for name, value in found.items()}
 
     def dump_small(self, kept: Snapshot | Restored) -> dict[str, Any]:
         """Lightning's checkpoint as it stands now, for `beside`; before the first step as it was left."""

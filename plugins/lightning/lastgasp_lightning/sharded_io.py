@@ -1,4 +1,4 @@
-"""The directories that `ModelParallelStrategy` itself writes: an atomic commit, a manifest, verified when loaded."""
+"""What `ModelParallelStrategy` and `FSDPStrategy` write: an atomic commit, a manifest, verified when loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch
 from lastgasp.adapter import DamagedCheckpoint, LastgaspError, Undo, number_on_host
 from lastgasp.adapter.checkpoint import FileEntry, Staged, has_manifest, read_files, verify
 from lastgasp.adapter.files import make_directory, unique_temp
+from lastgasp.adapter.sharded import is_hybrid
+from lastgasp.adapter.sharded import load as load_parts
 from lastgasp.adapter.torch import with_added
 from lastgasp_lightning.checkpoint_io import SHARDED, VerifiedCheckpointIO, is_remote, named
 from lastgasp_lightning.compat import given_on, replace_method
+from lastgasp_lightning.fsdp import is_fsdp, read, saves_files
 from lastgasp_lightning.sharded import OWN
 from lastgasp_lightning.state import KEY
 
@@ -66,6 +69,15 @@ class ShardedCheckpoints:
             save(checkpoint, filepath, storage_options)
             return
         status, record, step = self._run.session.status, checkpoint.pop(KEY, None), checkpoint.get("global_step", 0)
+        if saves_files(self._strategy):  # by the `CheckpointIO` of rank 0
+            if record is not None:
+                checkpoint[KEY] = record
+            status.progress("save")
+            try:
+                save(checkpoint, filepath, None)
+            finally:
+                status.progress("data")
+            return
         status.progress("save")
         target = Path(self._strategy.broadcast(str(Path(filepath).absolute())))
         temp = Path(self._strategy.broadcast(str(unique_temp(target))))
@@ -125,15 +137,19 @@ class ShardedCheckpoints:
         Raises:
             DamagedCheckpoint: it does not match its manifest.
         """
-        path = Path(checkpoint_path)
-        if not is_remote(checkpoint_path) and path.is_dir():
+        path, here = Path(checkpoint_path), not is_remote(checkpoint_path)
+        if here and path.exists():
             path = named(path, SHARDED)
             self._verify(path)
         loaded: dict[str, Any] = load(checkpoint_path, *given_on(weights_only))
-        self._io.newest.setdefault((path / OWN).is_file(), path.resolve())
-        if not is_remote(checkpoint_path) and (path / OWN).is_file():
+        if path.is_dir() and is_fsdp(self._strategy) and is_hybrid(self._strategy.model):
+            # torch's own function takes all ranks for one group of shards, and gives wrong values
+            load_parts(path, *self._run.shards.parts(), single_optimizer=False, read=read)
+        if here and (path / OWN).is_file():
             # Not weights_only: it is our own file, verified, and holds states of the user's objects.
             loaded[KEY] = torch.load(path / OWN, map_location="cpu", weights_only=False)
+        self._io.newest.setdefault(KEY in loaded, path.resolve())
+        if here and isinstance(loaded.get(KEY), dict):
             with_added(loaded[KEY], path.absolute(), SHARDED)
         return loaded
 

@@ -12,6 +12,7 @@ import msgspec
 from lastgasp.adapter import FITS, CheckpointMismatch
 from lastgasp.adapter.checkpoint import Fit, differences
 from lastgasp.adapter.torch import AsSet, fingerprints
+from lastgasp_lightning.fsdp import is_fsdp
 
 log = logging.getLogger("lastgasp")
 
@@ -66,7 +67,9 @@ class ThisFit:
     def look_at_model(self) -> Fit:
         """Take the model's digest: after `configure_model`, before anything is loaded or added."""
         FITS.refuse_unnumbered(self._directory)
-        self.fit = msgspec.structs.replace(self.fit, model=fingerprints.of_model(self._trainer.lightning_module))
+        strategy, module = self._trainer.strategy, self._trainer.lightning_module
+        model = strategy.model if is_fsdp(strategy) else module  # the wrapper may hold some of the parameters
+        self.fit = msgspec.structs.replace(self.fit, model=fingerprints.of_model(model))
         return self.fit
 
     def resumed(self, path: Path, unnumbered: bool, several: bool) -> None:

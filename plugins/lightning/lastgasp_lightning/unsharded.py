@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import _composable_state
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 
@@ -60,7 +61,8 @@ def cannot_shard_again(model: nn.Module) -> str:
     path: str
     module: nn.Module
     for path, module in model.named_modules():
-        if own_class(module) is not type(module) or of_sharding(module):
+        wrapped = isinstance(module, FullyShardedDataParallel)
+        if wrapped or own_class(module) is not type(module) or of_sharding(module):
             return f"{path or type(model).__name__} is sharded already, and not in configure_model()"
         for name, one in module._parameters.items():
             if one is not None and (type(one) is not nn.Parameter or one.is_sparse):

@@ -365,7 +365,7 @@ class TorchState:
             return
         from lastgasp.pytorch import sharded
 
-        single = {"single_model": self.models.single, "single_optimizer": self.optimizers.single}
+        single: dict[str, Any] = {"single_model": self.models.single, "single_optimizer": self.optimizers.single}
         sharded.load(path, self.modules, self.optimizers.items, **single)
 
     def remember(self, checkpoint: Mapping[str, Any]) -> Callable[[], None]:

@@ -224,10 +224,17 @@ def stays_alive(root: nn.Module) -> bool:
 
     Seen on gloo where that all-reduce had failed: the model was alive still when the next one was made.
     """
+    return is_hybrid(root) or any(
+        isinstance(module, FullyShardedDataParallel) and module._handle is not None
+        and not module._handle.uses_sharded_strategy for module in root.modules()
+    )  # fmt: skip
+
+
+def is_hybrid(root: nn.Module) -> bool:
+    """Whether several groups of ranks have all parts (`HYBRID_SHARD`)."""
     return any(
         isinstance(module, FullyShardedDataParallel) and module._handle is not None
-        and (not module._handle.uses_sharded_strategy or getattr(module, "_inter_node_pg", None) is not None)
-        for module in root.modules()
+        and getattr(module, "_inter_node_pg", None) is not None for module in root.modules()
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lastgasp.arena_digest import ALONE, threads
 from lastgasp.errors import CheckpointMismatch
 from lastgasp.pytorch.sharded import values
-from lastgasp.pytorch.sharded.files import groups_of
+from lastgasp.pytorch.sharded.files import Rename, groups_of, same
 from lastgasp.pytorch.sharded.flat import Pieces, Planner, cast_buffers
 from lastgasp.pytorch.sharded.names import (
     Leaf,
@@ -70,17 +70,21 @@ def load(
     *,
     single_model: bool = True,
     single_optimizer: bool = True,
+    read: Rename = same,
 ) -> None:
     """Load a checkpoint, of any number of ranks. On the training thread of every rank, each on its own.
 
     Optimizers without state get it by torch's own means: an update with gradients and a learning rate of zero. So
     hooks on optimizers come later. What they lack then is made as the checkpoint has it. Nothing is verified here.
 
+    Args:
+        read: from a framework's names to those of `names`.
+
     Raises:
         CheckpointMismatch: it is of another model or optimizer; nothing was changed but state that optimizers lacked.
         OSError: a file cannot be read.
     """
-    kept = _Directory(directory)
+    kept = _Directory(directory, read)
     _load(kept, root_of(models, single_model), dict(optimizers), single_optimizer)
 
 
@@ -338,15 +342,17 @@ def _fill_group(kept: _Kept, held: dict[str, Any], group: Group) -> None:
 class _Directory:
     """A checkpoint directory of `torch.distributed.checkpoint`."""
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    def __init__(self, directory: pathlib.Path, read: Rename) -> None:
         self.path = str(directory)
         self._reader = FileSystemReader(directory)
         self._metadata: Metadata = self._reader.read_metadata()
-        self.paths: dict[str, Path] = self._metadata.planner_data or {}
+        known = {name: read(path) for name, path in (self._metadata.planner_data or {}).items()}
+        self._there = {_name(path): name for name, path in known.items()}
+        self.paths: dict[str, Path] = {_name(path): path for path in known.values()}
 
     def differs(self, name: str, tensor: Target) -> str:
         """As `_Kept.differs`."""
-        stored = self._metadata.state_dict_metadata[name]
+        stored = self._metadata.state_dict_metadata[self._there[name]]
         if not isinstance(stored, TensorStorageMetadata):
             return "no tensor in the checkpoint"
         if (stored.size, stored.properties.dtype) == (tensor.shape, tensor.dtype):
@@ -356,12 +362,12 @@ class _Directory:
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
         """As `_Kept.tensor`."""
-        stored = self._metadata.state_dict_metadata[name]
+        stored = self._metadata.state_dict_metadata[self._there[name]]
         return (stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
 
     def value(self, name: str) -> Any:
         """As `_Kept.value`."""
-        place = self._metadata.storage_data[MetadataIndex(name)]
+        place = self._metadata.storage_data[MetadataIndex(self._there[name])]
         with pathlib.Path(self.path, place.relative_path).open("rb") as file:
             file.seek(place.offset)
             # Not weights_only: it is our own file, verified, and holds states of the user's objects.
@@ -369,7 +375,7 @@ class _Directory:
 
     def fill(self, tensors: Mapping[str, Target]) -> None:
         """As `_Kept.fill`."""
-        here = {name: one for name, one in tensors.items() if not isinstance(one, Pieces) or one.pieces}
+        here = {self._there[name]: one for name, one in tensors.items() if not isinstance(one, Pieces) or one.pieces}
         if here:
             dcp_load(here, storage_reader=self._reader, planner=Planner(), no_dist=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -117,6 +117,25 @@ def model_leaves(root: nn.Module, prefix: str, flats: Flats | None = None) -> tu
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra.append(ExtraState((MODEL, clean + EXTRA), module))
     return leaves, extra
+
+
+class Whole(NamedTuple):
+    """A parameter, over all ranks; the same on all of them, whatever is gathered just now."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+
+
+def whole_parameters(root: nn.Module) -> list[Whole]:
+    """All of a model's, by name."""
+    flats = Flats(root)
+    leaves = [leaf for leaf in model_leaves(root, "", flats)[0] if not leaf.buffer]
+    trained = {part.name: (part.all if part.own is None else part.own).requires_grad for part in flats.all()}
+    rows = {(str(leaf.path[-1]), tuple(leaf.chunk.shape if leaf.chunk else leaf.value.shape), str(leaf.value.dtype),
+             leaf.chunk is None and leaf.value.requires_grad) for leaf in leaves}  # fmt: skip
+    return [Whole(name, shape, dtype, trained.get(name, alone)) for name, shape, dtype, alone in sorted(rows)]
 
 
 def _managed(root: nn.Module) -> dict[tuple[int, str], Any]:
