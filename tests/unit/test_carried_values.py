@@ -231,6 +231,7 @@ def test_a_dead_rank_gets_what_two_others_had_alike() -> None:
         note = after.takes(by_rank, 1, ranks)
         assert ("holder.count: rank 1 left none" in note) == (not names)
         assert after.holder.count == (3 if names else 0)  # type: ignore[attr-defined]
+    assert len(Carried({0: data}, 2, ["holder"]).names) == 5, "what ranks have alike"
 
 
 def test_what_another_rank_refuses_is_restored_nowhere() -> None:

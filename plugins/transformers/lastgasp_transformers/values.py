@@ -112,7 +112,8 @@ class CarriedValues:
         self.roots = roots_of(trainer)
         self.held = HeldModules(trainer, self.roots, session.note)
         self.roots = roots_beside(trainer, self.roots) + self.roots  # found in the others, they would be no roots
-        self.roots += roots_of_configs(trainer.model)
+        configs = roots_of_configs(trainer.model)
+        self.roots, self._alike = self.roots + configs, frozenset(root.name for root in configs)
         self.queued = QueuedWork(())
         self.stands_for = place.rank, place.world_size
         self._values: UserValues | None = None
@@ -159,7 +160,7 @@ class CarriedValues:
 
     def missing(self, values: Mapping[int, bytes], unsaved: Unsaved) -> list[str]:
         """What to note on a checkpoint with these values, by rank."""
-        carried = Carried(values, self._place.world_size)
+        carried = Carried(values, self._place.world_size, self._alike)
         why = carried.why and (f"nothing that {', '.join(root.name for root in self.roots)} keep beside the state is "
                                f"saved: {carried.why}")  # fmt: skip
         changed = unsaved.note(carried.names | self.held.names())
@@ -189,7 +190,7 @@ class CarriedValues:
 
     def _restore_values(self, record: Mapping[str, Any], theirs: list[str]) -> str:
         world, (rank, size) = record["world_size"], self.stands_for
-        carried = Carried(record.get(VALUES, {}), world)
+        carried = Carried(record.get(VALUES, {}), world, self._alike)
         if not carried.any:
             return ""
         if world != size:

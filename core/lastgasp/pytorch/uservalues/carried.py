@@ -234,19 +234,20 @@ class Carried:
 
     Args:
         by_rank: of each that has, what `changed` returned; world_size: how many there were.
+        alike: names of objects that ranks have alike, so that one rank's values are those of any.
     """
 
-    def __init__(self, by_rank: Mapping[int, bytes], world_size: int) -> None:
+    def __init__(self, by_rank: Mapping[int, bytes], world_size: int, alike: Collection[str] = ()) -> None:
         read = {rank: _read(data) for rank, data in by_rank.items()}
         self._ranks = {rank: one for rank, one in read.items() if not one.why}
         self._missing = [rank for rank in range(world_size) if rank not in self._ranks]
         self._why = next((f" ({one.why})" for one in read.values() if one.why), "")
         self._refused: dict[str, str] = {}
         self._left: dict[str, str] = {}
-        self._alike()
+        self._alike(alike)
         self._puts: list[tuple[Root, str, Any, Callable[[], None]]] = []
 
-    def _alike(self) -> None:
+    def _alike(self, alike: Collection[str]) -> None:
         """Leave out what not all ranks can have, and all of an object of which a part was lost.
 
         Where training has set a flag and opened a file, say, the one is worth nothing without the other.
@@ -259,7 +260,8 @@ class Carried:
             return
         first, *others = self._ranks.values() if self._ranks else [_OfRank(_VERSION)]
         for place in {place for one in self._ranks.values() for place in one.values}:
-            if not others or any(one.values.get(place) != first.values.get(place) for one in others):
+            alone = not others and place not in alike
+            if alone or any(one.values.get(place) != first.values.get(place) for one in others):
                 ranks = ", ".join(map(str, self._missing[:8]))
                 self._refused |= {
                     name: f"rank {ranks} left none{self._why}"
