@@ -13,7 +13,7 @@
 #include <structmember.h>
 
 #define LAYOUT 1 /* rng.py: _VERSION */
-#define INTERFACE 2 /* of the functions; compiled.py */
+#define INTERFACE 3 /* of the functions; compiled.py */
 #define TWISTER 2500
 #define PYTHON_AT 80
 #define NUMPY_AT (PYTHON_AT + 2504)
@@ -477,6 +477,200 @@ values(PyObject *Py_UNUSED(module), PyObject *dictionaries)
     return found;
 }
 
+/* Whether each of `names` stands for the very object in an object's `__dict__`, whose name `name` is; and the number of
+ * its entries is `count`. */
+static bool
+same_attributes(PyObject *value, PyObject *name, PyObject *names, PyObject *expected, Py_ssize_t count)
+{
+    PyObject *own = PyObject_GetAttr(value, name);
+    if (own == NULL)
+        return false;
+    bool same = PyDict_Check(own) && PyDict_GET_SIZE(own) == count;
+    for (Py_ssize_t i = 0; same && i < PyTuple_GET_SIZE(names); i++)
+        same = PyDict_GetItemWithError(own, PyTuple_GET_ITEM(names, i)) == PyTuple_GET_ITEM(expected, i);
+    Py_DECREF(own);
+    return same;
+}
+
+/* Whether a dict has the very keys and values of another one, in the same order. */
+static bool
+same_entries(PyObject *value, PyObject *expected)
+{
+    PyObject *key, *item, *known_key, *known;
+    Py_ssize_t at = 0, known_at = 0;
+    if (PyDict_GET_SIZE(value) != PyDict_GET_SIZE(expected))
+        return false;
+    while (PyDict_Next(value, &at, &key, &item))
+        if (!PyDict_Next(expected, &known_at, &known_key, &known) || key != known_key || item != known)
+            return false;
+    return true;
+}
+
+/* Whether a list has the very items of another one. */
+static bool
+same_items(PyObject *value, PyObject *expected)
+{
+    size_t size = (size_t)PyList_GET_SIZE(value) * sizeof(PyObject *);
+    if (PyList_GET_SIZE(value) != PyList_GET_SIZE(expected))
+        return false;
+    return size == 0 || memcmp(((PyListObject *)value)->ob_item, ((PyListObject *)expected)->ob_item, size) == 0;
+}
+
+/* As `_is_same` of trace.py. */
+static bool
+is_same(PyObject *dict, PyObject *value, PyObject *type, PyObject *names, PyObject *expected, Py_ssize_t count)
+{
+    if ((PyObject *)Py_TYPE(value) != type || expected == Py_None)
+        return false;
+    if (PyTuple_CheckExact(names) && PyTuple_CheckExact(expected)
+        && PyTuple_GET_SIZE(names) == PyTuple_GET_SIZE(expected))
+        return same_attributes(value, dict, names, expected, count);
+    if (PyDict_CheckExact(value) && PyDict_CheckExact(expected))
+        return same_entries(value, expected);
+    return PyList_CheckExact(value) && PyList_CheckExact(expected) && same_items(value, expected);
+}
+
+/* changes(checks) -> None or the numbers of those that do not hold any more, see trace.py. */
+static PyObject *
+changes(PyObject *Py_UNUSED(module), PyObject *checks)
+{
+    if (!PyList_CheckExact(checks)) {
+        PyErr_SetString(PyExc_TypeError, "changes: a list of tuples is needed");
+        return NULL;
+    }
+    PyObject *found = NULL, *dict = PyUnicode_InternFromString("__dict__");
+    if (dict == NULL)
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(checks); i++) {
+        PyObject *check = Py_NewRef(PyList_GET_ITEM(checks, i));
+        Py_ssize_t count = -1;
+        if (!PyTuple_CheckExact(check) || PyTuple_GET_SIZE(check) != 5)
+            PyErr_SetString(PyExc_TypeError, "changes: a list of tuples of five is needed");
+        else
+            count = PyLong_AsSsize_t(PyTuple_GET_ITEM(check, 4));
+        if (PyErr_Occurred() != NULL) {
+            Py_DECREF(check);
+            goto failed;
+        }
+        bool same = is_same(dict, PyTuple_GET_ITEM(check, 0), PyTuple_GET_ITEM(check, 1), PyTuple_GET_ITEM(check, 2),
+                            PyTuple_GET_ITEM(check, 3), count);
+        Py_DECREF(check);
+        PyErr_Clear(); /* of a `__dict__` of the user's: Python asks again, and gets the error */
+        if (same)
+            continue;
+        PyObject *number = PyLong_FromSsize_t(i);
+        if (number == NULL || (found == NULL && (found = PyList_New(0)) == NULL) || PyList_Append(found, number) < 0) {
+            Py_XDECREF(number);
+            goto failed;
+        }
+        Py_DECREF(number);
+    }
+    Py_DECREF(dict);
+    return found != NULL ? found : Py_NewRef(Py_None);
+failed:
+    Py_DECREF(dict);
+    Py_XDECREF(found);
+    return NULL;
+}
+
+/* -------------------------------------------------------------------------------------- what is seen of tensors */
+
+typedef struct {
+    PyObject *version, *data_ptr;
+} Asked;
+
+static Asked asked; /* names, made once */
+
+/* Where a tensor's memory is and how often it was changed; false with an exception set. */
+static bool
+place_of(PyObject *tensor, long long *version, const char **memory)
+{
+    PyObject *found = PyObject_GetAttr(tensor, asked.version);
+    if (found == NULL)
+        return false;
+    *version = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    if (*version == -1 && PyErr_Occurred() != NULL)
+        return false;
+    *memory = data_of(tensor, asked.data_ptr);
+    return *memory != NULL || PyErr_Occurred() == NULL;
+}
+
+/* look(tensor, address, step, count) -> (version, each `step`-th byte), or None where its memory is elsewhere.
+ * Who calls it keeps the memory at the address alive. */
+static PyObject *
+look(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given)
+{
+    if (given != 4) {
+        PyErr_SetString(PyExc_TypeError, "look: four arguments are needed");
+        return NULL;
+    }
+    const char *memory, *known = PyLong_AsVoidPtr(args[1]);
+    Py_ssize_t step = PyLong_AsSsize_t(args[2]), count = PyLong_AsSsize_t(args[3]);
+    long long version;
+    if (PyErr_Occurred() != NULL || !place_of(args[0], &version, &memory))
+        return NULL;
+    if (memory == NULL || memory != known)
+        Py_RETURN_NONE;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, count);
+    if (found == NULL)
+        return NULL;
+    char *into = PyBytes_AS_STRING(found);
+    if (step == 1)
+        memcpy(into, memory, (size_t)count);
+    else
+        for (Py_ssize_t i = 0; i < count; i++)
+            into[i] = memory[i * step];
+    return Py_BuildValue("LN", version, found);
+}
+
+/* unchanged(tensor, version, address, step, bytes) -> whether `look` would return these. */
+static PyObject *
+unchanged(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given)
+{
+    if (given != 5 || !PyBytes_CheckExact(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "unchanged: five arguments are needed, the last one bytes");
+        return NULL;
+    }
+    const char *memory, *known = PyLong_AsVoidPtr(args[2]), *bytes = PyBytes_AS_STRING(args[4]);
+    Py_ssize_t step = PyLong_AsSsize_t(args[3]), count = PyBytes_GET_SIZE(args[4]);
+    long long version, before = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred() != NULL || !place_of(args[0], &version, &memory))
+        return NULL;
+    if (memory == NULL || memory != known || version != before)
+        Py_RETURN_FALSE;
+    if (step == 1)
+        return PyBool_FromLong(memcmp(bytes, memory, (size_t)count) == 0);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (bytes[i] != memory[i * step])
+            Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
+}
+
+/* truths(objects, name) -> a byte for each of a list: whether that attribute of it is true. */
+static PyObject *
+truths(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given)
+{
+    if (given != 2 || !PyList_CheckExact(args[0]) || !PyUnicode_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "truths: a list and a name are needed");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(args[0]);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, count);
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        PyObject *one = i < PyList_GET_SIZE(args[0]) ? PyObject_GetAttr(PyList_GET_ITEM(args[0], i), args[1]) : NULL;
+        int is = one != NULL ? PyObject_IsTrue(one) : -1;
+        Py_XDECREF(one);
+        if (is < 0)
+            Py_CLEAR(found);
+        else
+            PyBytes_AS_STRING(found)[i] = (char)is;
+    }
+    if (found == NULL && PyErr_Occurred() == NULL)
+        PyErr_SetString(PyExc_RuntimeError, "truths: the list has become shorter");
+    return found;
+}
+
 static PyObject *
 torch_state(PyObject *Py_UNUSED(module), PyObject *engine)
 {
@@ -489,6 +683,13 @@ torch_state(PyObject *Py_UNUSED(module), PyObject *engine)
 }
 
 static PyMethodDef functions[] = {
+    {"changes", changes, METH_O, PyDoc_STR("changes(checks): numbers of those that do not hold any more, or None.")},
+    {"look", (PyCFunction)(void (*)(void))look, METH_FASTCALL,
+     PyDoc_STR("look(tensor, address, step, count): its version and each step-th byte, or None if it is elsewhere.")},
+    {"unchanged", (PyCFunction)(void (*)(void))unchanged, METH_FASTCALL,
+     PyDoc_STR("unchanged(tensor, version, address, step, bytes): whether look would return these.")},
+    {"truths", (PyCFunction)(void (*)(void))truths, METH_FASTCALL,
+     PyDoc_STR("truths(objects, name): a byte for each, whether that attribute is true.")},
     {"torch_state", torch_state, METH_O, PyDoc_STR("torch_state(address): what get_state returns, from that memory.")},
     {"values", values, METH_O, PyDoc_STR("values(dictionaries): a tuple of all their values.")},
     {NULL, NULL, 0, NULL},
@@ -508,6 +709,10 @@ add_type(PyObject *module, PyType_Spec *spec)
 static int
 module_exec(PyObject *module)
 {
+    asked.version = PyUnicode_InternFromString("_version");
+    asked.data_ptr = PyUnicode_InternFromString("data_ptr");
+    if (asked.version == NULL || asked.data_ptr == NULL)
+        return -1;
     if (add_type(module, &random_spec) < 0 || add_type(module, &buffers_spec) < 0)
         return -1;
     if (PyModule_AddIntMacro(module, PYTHON) < 0 || PyModule_AddIntMacro(module, NUMPY) < 0

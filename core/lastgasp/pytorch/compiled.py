@@ -7,6 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from itertools import chain
+from operator import attrgetter, truth
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from lastgasp.steps.writer import in_python
 
 log = logging.getLogger("lastgasp")
 
-LAYOUT, INTERFACE = 1, 2
+LAYOUT, INTERFACE = 1, 3
 """Of a random state, and of the extension's functions, as `_copies.c` has them."""
 
 
@@ -34,6 +35,19 @@ def values_of() -> Values:
 
 def _values(dictionaries: tuple[dict[str, Any], ...]) -> tuple[Any, ...]:
     return tuple(chain(*map(dict.values, dictionaries)))
+
+
+Truths = Callable[[list[Any], str], bytes]
+
+
+def truths_of() -> Truths:
+    """Who says of some objects, a byte for each, whether an attribute is true; ask once, call often."""
+    copies = compiled()
+    return copies.truths if copies is not None else _truths
+
+
+def _truths(objects: list[Any], name: str) -> bytes:
+    return bytes(map(truth, map(attrgetter(name), objects)))
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from lastgasp.pytorch.uservalues.kinds import attributes, put_attributes
 NOTHING: frozenset[str] = frozenset()
 PARTS = (kinds.OBJECT, kinds.MODULE, kinds.DICT, kinds.LIST)
 """Kinds whose parts have places."""
-_MODULES_OWN = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
+MODULES_OWN = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
 
 
 class Row(NamedTuple):
@@ -137,14 +137,14 @@ def places_in(kind: str, content: Any) -> Iterable[tuple[Any, Any]]:
 def content_of(value: Any, kind: str, skip: frozenset[str] = NOTHING) -> Any:
     """What is recorded: references to what is in it, or a copy where it has none; without attributes of `skip`."""
     if kind in _WITH_NAMES:
-        return attributes(value, skip or _MODULES_OWN if kind is kinds.MODULE else skip)
+        return attributes(value, skip or MODULES_OWN if kind is kinds.MODULE else skip)
     return _TAKE[kind](value)
 
 
 def put(row: Row, value: Any, content: Any, skip: frozenset[str], remove: bool) -> None:
     """Have `value`, which is of the row's kind, this content; remove: attributes that it has besides are removed."""
     if row.kind in _WITH_NAMES:
-        put_attributes(value, content, skip or _MODULES_OWN if row.kind is kinds.MODULE else skip, remove)
+        put_attributes(value, content, skip or MODULES_OWN if row.kind is kinds.MODULE else skip, remove)
     else:
         _PUT[row.kind](value, content)
 

@@ -19,6 +19,7 @@ from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import NOTHING, PARTS, Big, Long, Row, content_of, entries_of, places_in, put
 from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
 from lastgasp.pytorch.uservalues.places import Places, Root
+from lastgasp.pytorch.uservalues.trace import Trace, changes_of
 from lastgasp.pytorch.uservalues.walk import Seen, Walk
 
 
@@ -47,6 +48,9 @@ class UserValues:
         self.seen: dict[int, Seen] = {}
         self.refused, self.unknown = "", dict[str, str]()
         self._before, self._slow, self._verifying = 0.0, 0, 0.0
+        self._clock = time.perf_counter
+        self._changes = changes_of()
+        self._trace: Trace | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -59,35 +63,55 @@ class UserValues:
         """Record everything as it stands. Never raises."""
         if self.refused:
             return
-        now, used = time.perf_counter(), time.thread_time()
+        now = began = time.perf_counter()
+        if self._clock is time.thread_time:
+            began = time.thread_time()
         first = not self._rows
         try:
-            walk = Walk(self)
-            self._rows = walk.all([(root.value, kinds.OBJECT, root.name) for root in reversed(self.roots)])
-            self.long, self.big = walk.long, walk.big
+            self._look()
         except TooMuch as error:
             self._refuse(str(error))
         except Exception as error:  # the user's objects; training must not end for it
             self._refuse(f"the values of the user's objects cannot be recorded: {type(error).__name__}: {error}")
-        used, step, self._before = time.thread_time() - used + self._verifying, now - self._before, now
+        used, step, self._before = self._clock() - began + self._verifying, now - self._before, now
         self._verifying = 0.0
         limits = self.limits
-        slow = used > max(limits.seconds, limits.share * step) and not first
-        self._slow = self._slow + 1 if slow else 0
-        if self._slow >= limits.patience and not self.refused:
-            self._refuse(f"recording the values of the user's objects takes {used * 1000:.3g} ms of each step of "
-                         f"{step * 1000:.3g} ms")  # fmt: skip
+        if used <= limits.seconds or used <= limits.share * step or first:
+            self._slow, self._clock = 0, time.perf_counter
+        elif self._clock is time.perf_counter:  # which may be the time of other threads, too
+            self._clock = time.thread_time
+        else:
+            self._slow += 1
+            if self._slow >= limits.patience and not self.refused:
+                self._refuse(f"recording the values of the user's objects takes {used * 1000:.3g} ms of each step of "
+                             f"{step * 1000:.3g} ms")  # fmt: skip
+
+    def _look(self) -> None:
+        trace, rows = self._trace, None
+        if trace is not None:
+            changed = trace.changed(self._changes)
+            if changed is None:
+                return
+            walk = Walk(self)
+            rows = walk.again(trace, self._rows, changed)
+        if rows is None:
+            walk = Walk(self)
+            rows = walk.all([(root.value, kinds.OBJECT, root.name) for root in reversed(self.roots)])
+            self._trace = walk.trace
+        self._rows, self.long, self.big = rows, walk.long, walk.big
 
     def _refuse(self, why: str) -> None:
-        self.refused, self._rows = why, []
+        self.refused, self._rows, self._trace = why, [], None
         self.long, self.big, self.seen = {}, {}, {}
 
     def verify(self) -> None:
         """Long containers are compared now: what is due after a boundary may clear them. The next `take` counts it."""
-        began = time.thread_time()
+        if not self.long:
+            return
+        began = self._clock()
         for long in self.long.values():
             long.verified = long.verified or not long.changed()
-        self._verifying += time.thread_time() - began
+        self._verifying += self._clock() - began
 
     def note(self) -> str:
         """What is not kept although it may change, in one line; empty if all is kept."""

@@ -128,6 +128,11 @@ def attributes(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, Any]
     return found
 
 
+def is_function(value: Any) -> bool:
+    """Whether `attributes` leaves it out."""
+    return isinstance(value, _FUNCTIONS)
+
+
 _FUNCTIONS = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial,
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import (
+    NOTHING,
     PARTS,
     Big,
     Long,
@@ -24,10 +24,10 @@ from lastgasp.pytorch.uservalues.contents import (
     weakly,
 )
 from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
+from lastgasp.pytorch.uservalues.trace import PLAINEST, Check, Trace, check_of, holds
 
 _BUILT_IN = (list, dict, set)
 _CONTAINERS = (kinds.LIST, kinds.DICT, kinds.SET, kinds.DEQUE)
-_PLAINEST = frozenset((type(None), bool, int, float, complex, str, bytes, type))
 _COPIED = 64 << 20
 """Bytes of tensors in long containers of which copies are made; what comes after them is known by torch's versions."""
 _NAMED = 20
@@ -36,24 +36,11 @@ _NAMED = 20
 
 @dataclass
 class Seen:
-    """The attributes of a root at the last look.
+    """A root at the last look: what holds as long as nothing is bound anew, its attributes, and what to look at."""
 
-    Attributes:
-        count: of all that its `__dict__` had; names, values: of those that are recorded.
-    """
-
-    count: int
-    names: list[str]
-    values: list[Any]
+    check: Check
     content: dict[str, Any]
     parts: list[tuple[Any, str, str]]
-
-    def is_now(self, own: dict[str, Any]) -> bool:
-        """Whether nothing was bound anew."""
-        try:
-            return len(own) == self.count and all(map(is_, map(own.__getitem__, self.names), self.values))
-        except KeyError:
-            return False
 
 
 class Known(Protocol):
@@ -89,6 +76,26 @@ class Walk:
         self._copied = sum(one.copied for one in values.long.values())
         self.long: dict[int, Long] = {}
         self.big: dict[int, Big] = {}
+        self._trace = Trace()
+
+    @property
+    def trace(self) -> Trace | None:
+        """For the next look; None where it has to look at all: what is large must not be kept alive for it."""
+        self._trace.entries = self._entries
+        return None if self.big else self._trace
+
+    def again(self, trace: Trace, rows: list[Row], changed: list[int]) -> list[Row] | None:
+        """The rows of now; None where `all` is needed, of another `Walk`.
+
+        Args:
+            trace, rows: of the last look; changed: which of its checks do not hold any more.
+        """
+        found = trace.again(rows, changed, self._limits.long, self._longer)
+        return found if trace.entries <= self._limits.entries else None
+
+    def _longer(self, row: Row) -> Row | None:
+        good = self._is_long(row.value) and self._end_of(row.value, row.kind, row.label)
+        return self._rows.pop() if good else None
 
     def all(self, roots: list[tuple[Any, str, str]]) -> list[Row]:
         """The rows of what is found from values of a kind and a name; those of objects come before their parts'."""
@@ -111,28 +118,36 @@ class Walk:
                 stack += self._root(value, kind, label)
                 continue
             content = content_of(value, kind)
-            rows.append(Row(value, kind, content, label))
+            self._record(Row(value, kind, content, label), rows)
             if type(value) not in _BUILT_IN and kind in _CONTAINERS and hasattr(value, "__dict__"):
                 own = kinds.attributes(value)
-                rows.append(Row(value, kinds.OBJECT, own, label))
+                self._record(Row(value, kinds.OBJECT, own, label), rows)
                 stack += self._parts_of(own, kinds.OBJECT, label, frozen)
             stack += self._parts_of(content, kind, label, frozen)
 
     def _root(self, value: Any, kind: str, label: str) -> list[tuple[Any, str, str]]:
         """Attributes of a root. A module has many parts, and most of them have not changed since the last look."""
-        values, own = self._values, getattr(value, "__dict__", {})
-        seen = values.seen.get(id(value))
-        if seen is None or not seen.is_now(own):
-            content = content_of(value, kind, values.skips[id(value)])
-            bound = list(content.values())
-            seen = Seen(len(own), list(content), bound, content, self._parts_of(content, kind, label, False))
+        values = self._values
+        skip, seen = values.skips[id(value)], values.seen.get(id(value))
+        if seen is None or not holds(seen.check):
+            content = content_of(value, kind, skip)
+            row = Row(value, kind, content, label)
+            check = check_of(row, skip)
+            seen = Seen(check, content, self._parts_of(content, kind, label, False))
             values.seen.pop(id(value), None)
-            if not kinds.slots_of(type(value)) and all(map(is_, bound, content.values())):  # it has nothing large
+            if check[3] is not None and not any(isinstance(one, Big) for one in content.values()):
                 values.seen[id(value)] = seen
         else:
             self._count(len(seen.content), label, False)
-        self._rows.append(Row(value, kind, seen.content, label))
+        self._record(Row(value, kind, seen.content, label), self._rows, skip, seen.check)
         return seen.parts
+
+    def _record(
+        self, row: Row, rows: list[Row], skip: frozenset[str] = NOTHING, check: Check | None = None
+    ) -> None:
+        rows.append(row)
+        if rows is self._rows:
+            self._trace.add(len(rows) - 1, row, skip, check)
 
     def _parts_of(self, content: Any, kind: str, label: str, frozen: bool) -> list[tuple[Any, str, str]]:
         entries = entries_of(kind, content)
@@ -140,7 +155,7 @@ class Walk:
             return []
         self._count(len(content), label, frozen)
         found, named = [], content if isinstance(content, dict) else None
-        if all(map(_PLAINEST.__contains__, map(type, entries))):
+        if all(map(PLAINEST.__contains__, map(type, entries))):
             return []
         for key, value in named.items() if named is not None else enumerate(entries):
             what = kinds.kind_of(type(value))
@@ -193,7 +208,7 @@ class Walk:
             if self._bytes > self._limits.nbytes:
                 raise TooMuch(f"tensors and arrays of the user's objects that may change have more than "
                               f"{self._limits.nbytes / 1e6:.3g} MB (up to {label})")  # fmt: skip
-        rows.append(Row(value, kind, content_of(value, kind), label))
+        self._record(Row(value, kind, content_of(value, kind), label), rows)
 
     def _large(self, value: Any, label: str) -> Big:
         known = self.big.get(id(value))
@@ -229,7 +244,7 @@ class Walk:
             self._look(parts[::-1], long.rows, set())
         long.copied += self._copied - copied
         self.long[id(value)] = long
-        self._rows.append(Row(value, kind, long, label))
+        self._record(Row(value, kind, long, label), self._rows)
         return True
 
 
