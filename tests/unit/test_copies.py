@@ -159,3 +159,12 @@ def test_the_extension_refuses_what_does_not_fit() -> None:
         copies.Random(view, None, 0, None, None, 0, 0, 0, torch.get_rng_state, 5056)
     with pytest.raises((TypeError, BufferError)):
         copies.Buffers(b"read only", ())
+    for wrong in ((), [1], [(1, 2, 3)], [(1, int, None, None, "x")]):
+        with pytest.raises(TypeError):
+            copies.changes(wrong)
+    for call in (copies.look, copies.unchanged, copies.truths):
+        with pytest.raises(TypeError):
+            call(tensor)
+    assert copies.look(tensor, 1, 1, 4) is None and not copies.unchanged(tensor, 0, 1, 1, b"")
+    with pytest.raises(AttributeError):
+        copies.look("no tensor", 1, 1, 4)

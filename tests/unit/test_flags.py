@@ -8,6 +8,13 @@ import pytest
 import torch
 
 from lastgasp.pytorch.flags import Flags
+from support.copiers import COPIERS, use
+
+
+@pytest.fixture(params=COPIERS, autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who compares."""
+    return use(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("part", ["", "model.0"], ids=["all", "a part"])
@@ -37,3 +44,18 @@ def test_norms_follow_their_statistics_as_they_did(caplog: pytest.LogCaptureFixt
     flags.restore(saved)
     assert (model[1].track_running_stats, model[2].track_running_stats) == (True, False)
     assert "1 follows running statistics; 2 does not follow running statistics" in caplog.text
+
+
+def test_flags_are_those_of_now_whoever_asks() -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    flags = Flags(model, gradients=True)
+    assert flags.take() == (b"\1\1\1\1", b"\1\1\1\1", bytes(4))
+    model[0].weight.requires_grad_(False)
+    model[1].eval()
+    model[1].track_running_stats = None  # a user's, which is no bool
+    model[1].bias.grad = torch.zeros(1)
+    assert flags.look() == b"\0\0\0\1"
+    assert flags.take() == (b"\0\1\1\1", b"\1\1\0\0", b"\0\0\0\1")
+    del model[1].track_running_stats
+    with pytest.raises(AttributeError):
+        flags.take()

@@ -11,6 +11,13 @@ from torch import nn
 from lastgasp.pytorch import moving
 from lastgasp.pytorch.buffers import Seen
 from lastgasp.pytorch.moving import MovingParameters
+from support.copiers import COPIERS, use
+
+
+@pytest.fixture(params=COPIERS, autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who compares."""
+    return use(request.param, monkeypatch)
 
 
 def by_data(model: nn.Module) -> None:
@@ -150,12 +157,71 @@ def test_nothing_has_moved_while_all_is_looked_at_before_an_evaluation(monkeypat
     found.opens()
     found.closes(1)
     noted: list[str] = []
-    look = Seen.changed
+    look = Seen.remember
 
-    def looks(seen: Seen, live: torch.Tensor) -> bool:
+    def looks(seen: Seen, live: torch.Tensor) -> None:
         noted.append(found.missing(1))
-        return look(seen, live)
+        look(seen, live)
 
-    monkeypatch.setattr(Seen, "changed", looks)
+    monkeypatch.setattr(Seen, "remember", looks)
     found.aside()
     assert noted == [""] * 4
+
+
+@pytest.mark.parametrize("size", [1, 500, 4000])
+@pytest.mark.parametrize("change", ["", "one byte", "in place", "other memory", "shorter", "freed", "empty", "strides"])
+def test_a_tensor_is_seen_to_change(change: str, size: int) -> None:
+    p = nn.Parameter(torch.arange(float(size)))
+    seen = Seen()
+    assert seen.differs_from(p)
+    seen.remember(p)
+    assert not seen.differs_from(p) and not seen.changed(p)
+    if change == "one byte":
+        p.data.view(torch.uint8)[-4 * size if size == 1 else 0] = 77
+    elif change == "in place":
+        with torch.no_grad():
+            p.add_(0)
+    elif change == "other memory":
+        p.data = p.data.clone()
+    elif change == "shorter":
+        p.data = p.data[:1].clone()
+    elif change == "freed":
+        p.untyped_storage().resize_(0)
+    elif change == "empty":
+        p.data = torch.empty(0)
+    elif change == "strides":
+        p.data = torch.arange(2.0 * size)[::2]
+    assert seen.differs_from(p) is bool(change)
+    if change == "freed":
+        return  # it cannot be looked at
+    assert seen.changed(p) is bool(change)
+    assert not seen.differs_from(p) and not seen.changed(p)
+    other = Seen()
+    other.remember(p)
+    assert not seen.differs(other)
+    with torch.no_grad():
+        p.add_(1)
+    other.remember(p)
+    assert seen.differs(other)
+
+
+def test_what_has_no_memory_yet_is_looked_at_once_it_has() -> None:
+    model = nn.LazyLinear(2)
+    found = MovingParameters(model, pytest.fail)
+    for step in range(6):
+        found.opens()
+        assert found.missing(step) == ""
+        if step == 3:
+            model(torch.zeros(1, 3))
+        found.closes(step)
+    by_data(model)
+    assert "1 parameters" in found.missing(5)
+
+
+def test_a_tensor_that_is_seen_keeps_what_it_is_to_its_user() -> None:
+    """Its memory may be given another size, as FSDP does."""
+    p, seen = nn.Parameter(torch.zeros(4)), Seen()
+    seen.remember(p)
+    p.untyped_storage().resize_(0)
+    p.untyped_storage().resize_(16)
+    assert p.untyped_storage().resizable()

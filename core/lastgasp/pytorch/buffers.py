@@ -264,54 +264,89 @@ class Seen:
 
     def __init__(self) -> None:
         self._tensor: Callable[[], Tensor | None] = _none
-        self._at: tuple[int, int] = (0, 0)
+        self._version = self._address = 0
         self._bytes: Tensor | None = None
-        self._sample: Tensor | None = None
+        self._sample: bytes | Tensor | None = None
+        self._strided = True
+        copies = compiled()
+        self._compiled: Any = (copies.look, copies.unchanged) if copies is not None else None
+        self._fast = False
 
     def changed(self, live: Tensor) -> bool:
         """Compare, and remember how it is now."""
         if not self.differs_from(live):
             return False
-        at = _place(live)
-        if self._tensor() is not live or self._at[1] != at[1]:
-            self._tensor, self._bytes = weakref.ref(live), _some_bytes(live)
-        self._at = at
-        self._sample = self._bytes.clone() if self._bytes is not None else None
+        self.remember(live)
         return True
+
+    def remember(self, live: Tensor) -> None:
+        """How it is now; nothing of one that has no memory yet."""
+        if self._fast and self._tensor() is live:
+            found = self._compiled[0](live, self._address, self._step, self._count)
+            if found is not None:
+                self._version, self._sample = found
+                return
+        self._remember_anew(live)
+
+    def _remember_anew(self, live: Tensor) -> None:
+        if self._tensor() is not live:
+            if is_lazy(live):
+                return
+            self._strided, self._address = _is_strided(live), -1
+        version, address = self._place(live)
+        if self._address != address:
+            self._tensor, self._bytes = weakref.ref(live), _some_bytes(live)
+            if self._bytes is not None:
+                self._step, self._count = self._bytes.stride(0), self._bytes.numel()
+        self._version, self._address = version, address
+        self._fast = self._compiled is not None and self._bytes is not None and address != 0
+        if self._fast:
+            self._sample = self._compiled[0](live, address, self._step, self._count)[1]
+        else:
+            self._sample = self._bytes.clone() if self._bytes is not None else None
 
     def differs_from(self, live: Tensor) -> bool:
         """Compare alone; also where it was never looked at."""
-        if self._tensor() is not live or self._at != _place(live):
+        if self._tensor() is not live:
             return True
-        known = self._bytes is not None and self._sample is not None
-        return known and not torch.equal(self._bytes, self._sample)  # type: ignore[arg-type]
+        if self._fast:
+            return not self._compiled[1](live, self._version, self._address, self._step, self._sample)
+        if (self._version, self._address) != self._place(live):
+            return True
+        return self._bytes is not None and not _alike(self._bytes, self._sample)
 
     def differs(self, other: Seen) -> bool:
         """Whether they have seen different values; of two that have seen the same tensor without a change, no."""
-        if self._tensor() is not other._tensor() or self._at != other._at:
+        if self._tensor() is not other._tensor():
+            return True
+        if (self._version, self._address) != (other._version, other._address):
             return True
         one, two = self._sample, other._sample
-        return one is not None and two is not None and not torch.equal(one, two)
+        return one is not None and two is not None and not _alike(one, two)
+
+    def _place(self, live: Tensor) -> tuple[int, int]:
+        """What torch counts of its changes, and where it is in memory."""
+        return live._version, live.data_ptr() if self._strided else 0
 
 
-def _none() -> None:
-    """No tensor yet."""
-
-
-def _place(live: Tensor) -> tuple[int, int]:
-    """What torch counts of its changes, and where it is in memory."""
-    return live._version, live.data_ptr() if _is_strided(live) else 0
+def _alike(one: bytes | Tensor | None, other: bytes | Tensor | None) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 def _some_bytes(tensor: Tensor) -> Tensor | None:
-    """A view of bytes out of all of a tensor; None where it takes more than a view."""
+    """A view of bytes out of all of a tensor, which keeps its memory alive; None where it takes more than a view."""
     plain = type(tensor) in (Tensor, nn.Parameter) and _is_strided(tensor) and tensor.is_contiguous()
     if not plain or tensor.device.type != "cpu":
         return None
     if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return None
-    found = tensor.detach().reshape(-1).view(torch.uint8)
+    # not by reshape: a single element may have any stride
+    found = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return found[:: max(1, found.numel() // _SAMPLED) | 1]  # odd, so that it meets each byte of a number
+
+
+def _none() -> None:
+    """No tensor yet."""
 
 
 def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int]]:

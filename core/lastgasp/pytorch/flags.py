@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from operator import attrgetter, truth
+from operator import truth
 from typing import Any
 
 import torch
 from torch import nn
 
-log = logging.getLogger("lastgasp")
+from lastgasp.pytorch.compiled import truths_of
 
-_TRAINED, _MODE, _TRACKS = attrgetter("requires_grad"), attrgetter("training"), attrgetter("track_running_stats")
+log = logging.getLogger("lastgasp")
 
 
 class Flags:
@@ -34,16 +34,20 @@ class Flags:
         parameters, modules = dict(module.named_parameters()), dict(module.named_modules())
         self._parameters, self._modules = list(parameters.values()), list(modules.values())
         self._norms = {name: one for name, one in modules.items() if hasattr(one, "track_running_stats")}
+        self._tracking, self._truths = list(self._norms.values()), truths_of()
         self._names, self._gradients, self._found = (list(parameters), list(modules)), gradients, False
+        self._none = bytes(len(self._parameters))
 
     def take(self) -> tuple[bytes, bytes, bytes]:
         """As they stand: one byte each, those of norms behind those of modules. Some 30 ns each, 80 ns for a gradient.
 
         No gradients where the last step has found none, since then the next one will not either.
         """
-        graded = self.graded() if self._found else bytes(len(self._parameters))
-        tracking = bytes(map(truth, map(_TRACKS, self._norms.values())))
-        return bytes(map(_TRAINED, self._parameters)), bytes(map(_MODE, self._modules)) + tracking, graded
+        graded, truths = self.graded() if self._found else self._none, self._truths
+        modes = truths(self._modules, "training")
+        if self._tracking:
+            modes += truths(self._tracking, "track_running_stats")
+        return truths(self._parameters, "requires_grad"), modes, graded
 
     def look(self) -> bytes:
         """A step begins: which parameters have a gradient now."""

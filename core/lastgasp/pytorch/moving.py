@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class MovingParameters:
             for prefix, child in module.named_modules()
             for name in child._parameters
         ]
-        self._seen = [Seen() for _ in self._all]
+        self._rows = [[(where, Seen())] for where in self._all]
         self._looked_at: list[tuple[_Where, Seen]] = []
         self._steps = self._turn = self._quiet = 0
         self._moving: dict[str, int] = {}
@@ -65,16 +66,22 @@ class MovingParameters:
 
     def closes(self, step: int) -> None:
         """A step has ended: copy what moves, and look at some of the rest."""
-        self._step, self._open = -1, False
-        self._aside, self._aside_kept, self._last = None, {}, step
+        self._step, self._open, self._aside, self._last = -1, False, None, step
+        if self._aside_kept:
+            self._aside_kept = {}
         if self._moving:
             self._copy(step)
-        count = len(self._all)
+        turn, count = self._turn, len(self._rows)
         if not count:
             return
-        chosen = {self._turn % count, *list(self._moving.values())[:1]} if self._steps >= _FIRST else range(count)
-        self._steps, self._turn = self._steps + 1, self._turn + 1
-        self._looked_at = [(self._all[i], self._seen[i]) for i in chosen]
+        self._turn = turn + 1 if turn + 1 < count else 0
+        if self._steps < _FIRST:
+            self._looked_at = list(chain(*self._rows))
+        elif self._moving:
+            self._looked_at = list(chain(*(self._rows[i] for i in {turn, *islice(self._moving.values(), 1)})))
+        else:
+            self._looked_at = self._rows[turn]
+        self._steps += 1
         _look(self._looked_at)
 
     def aside(self) -> None:
@@ -102,10 +109,11 @@ class MovingParameters:
 
     def opens(self) -> None:
         """An update is about to begin: compare what was looked at with how it was at the end of the last step."""
-        self.in_aside()
-        self._opened, self._open = _moved(self._looked_at), True
-        new = [name for name in self._opened if name not in self._moving]
-        self._quiet = 0 if self._opened else self._quiet + 1
+        if self._aside:
+            self.in_aside()
+        self._opened, self._open = opened, _ = _moved(self._looked_at), True
+        new = [name for name in opened if name not in self._moving] if opened else opened
+        self._quiet = 0 if opened else self._quiet + 1
         if new:
             self._steps = 0  # look at all of them
             numbers = {name: number for number, (name, _, _) in enumerate(self._all)}
@@ -127,7 +135,7 @@ class MovingParameters:
         except RuntimeError as error:  # no memory for it
             self._note(f"parameters that change before the update cannot be copied ({str(error).splitlines()[0]}): a "
                        "fault before the update saves them as they are then")  # fmt: skip
-            self._moving, self._kept, self._all = {}, {}, []
+            self._moving, self._kept, self._all, self._rows = {}, {}, [], []
             return
         self._step = step
 
@@ -148,14 +156,17 @@ class MovingParameters:
 
 
 def _look(at: list[tuple[_Where, Seen]]) -> None:
-    for where, seen in at:
-        if (live := _live(where)) is not None:
-            seen.changed(live)
+    for (_, holder, name), seen in at:
+        if (live := holder.get(name)) is not None:
+            seen.remember(live)
 
 
 def _moved(looked_at: list[tuple[_Where, Seen]]) -> list[str]:
-    rows = ((where, seen, _live(where)) for where, seen in looked_at)
-    return [where[0] for where, seen, live in rows if live is not None and seen.differs_from(live)]
+    found = []
+    for (full, holder, name), seen in looked_at:
+        if (live := holder.get(name)) is not None and seen.differs_from(live) and not is_lazy(live):
+            found.append(full)
+    return found
 
 
 def _live(where: _Where) -> Tensor | None:
