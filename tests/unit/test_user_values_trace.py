@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from lastgasp.adapter.again import Root, UserValues
-from lastgasp.pytorch.uservalues.contents import Long, Row
-from lastgasp.pytorch.uservalues.trace import changes_of
+from lastgasp.adapter.again import Limits, Root, UserValues
+from lastgasp.pytorch.compiled import changes_of
+from lastgasp.pytorch.uservalues.contents import Big, Long, Row
 from lastgasp.pytorch.uservalues.walk import Walk
 from support.copiers import COPIERS, use
 from support.value_graphs import Script
@@ -75,6 +75,7 @@ def same(kind: str, one: Any, other: Any) -> bool:
     if kind in ("ndarray", "generator"):
         return bool((one == other).all())
     if isinstance(one, dict):
+        one, other = ({k: v.found() if isinstance(v, Big) else v for k, v in row.items()} for row in (one, other))
         return len(one) == len(other) and all(key in other and other[key] is value for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(is_, one, other))
@@ -162,6 +163,41 @@ def exchanged(holder: Any) -> None:
     holder.parts, holder.others = holder.others, holder.parts
 
 
+def another_tensor(holder: Any) -> None:
+    """One of another size in its place."""
+    holder.tensor = torch.ones(7)
+
+
+def another_array_too(holder: Any) -> None:
+    """Both, and a number."""
+    holder.tensor, holder.array, holder.count = torch.ones(3), np.ones(2), 5
+
+
+def a_tensor_in_two_places(holder: Any) -> None:
+    """The new one has another name already."""
+    holder.tensor = holder.inner.tensor
+
+
+def a_tensor_from_two_places(holder: Any) -> None:
+    """The old one has another name still."""
+    holder.shared = torch.ones(3)
+
+
+def a_tensor_comes(holder: Any) -> None:
+    """In the place of a number."""
+    holder.count = torch.ones(1)
+
+
+def a_known_tensor(holder: Any) -> None:
+    """One that is restored elsewhere."""
+    holder.tensor = holder.weight
+
+
+def a_large_tensor(holder: Any) -> None:
+    """One that is not copied."""
+    holder.tensor = torch.zeros(100_000)
+
+
 def known_now(holder: Any) -> None:
     """What is restored elsewhere in the place of a value."""
     holder.plain.append(holder.weight)
@@ -197,7 +233,14 @@ def known_now(holder: Any) -> None:
         (a_part_more, True),
         (another_class, True),
         (a_dict_of_its_own, True),
-        (larger, True),
+        (larger, False),
+        (another_tensor, False),
+        (another_array_too, False),
+        (a_tensor_in_two_places, True),
+        (a_tensor_from_two_places, True),
+        (a_tensor_comes, True),
+        (a_known_tensor, True),
+        (a_large_tensor, True),
         (exchanged, True),
         (known_now, True),
     ],
@@ -208,9 +251,9 @@ def test_a_change_is_found_and_where_it_can_be_alone(
     weight = nn.Parameter(torch.zeros(2))
     holder = make(
         count=0, plain=[1, 2], table={"a": 1, "b": [2]}, parts=[[1], {"x": ()}], others=[[3]],
-        inner=make(count=1, x=[1]), numbers={1, 2}, recent=collections.deque([1], maxlen=3),
+        inner=make(count=1, x=[1], tensor=torch.zeros(3)), numbers={1, 2}, recent=collections.deque([1], maxlen=3),
         tensor=torch.zeros(3), array=np.zeros(2), generator=torch.Generator(), named=Named(a=1), slotted=Slotted(),
-        long=[[] for _ in range(40)],
+        long=[[] for _ in range(40)], shared=(shared := torch.zeros(3)), other=[shared],
         function=len, weight=weight, skipped=0,
     )  # fmt: skip
     values = UserValues([Root("holder", holder, frozenset({"skipped"}))], [weight])
@@ -247,6 +290,36 @@ def test_large_tensors_are_looked_at_in_each_step_and_not_kept_alive(looks: list
     holder.table.add_(1)
     values.take()
     assert "holder.table changes" in values.refused
+
+
+def test_where_all_changes_each_time_no_trace_is_kept_but_tried_again(looks: list[str]) -> None:
+    holder = make(found={})
+    values = UserValues([Root("holder", holder)])
+    traced = []
+    for step in range(80):
+        if step < 60:
+            holder.found = {"loss": torch.zeros(1)}
+        values.take()
+        as_at_first_sight(values)
+        traced.append(values._trace is not None)
+    assert traced[:3] == [True] * 3 and sum(traced[3:60]) == 1 and traced[31]
+    looks.clear()
+    for _ in range(40):
+        values.take()
+    assert len(looks) < 20 and values._trace is not None
+
+
+def test_tensors_are_counted_where_they_take_the_place_of_others() -> None:
+    holder = make(last=torch.zeros(10))
+    values = UserValues([Root("holder", holder)], (), Limits(nbytes=4000))
+    values.take()
+    for size in (500, 20, 900):
+        holder.last = torch.zeros(size)
+        values.take()
+    assert values.refused == ""
+    holder.last = torch.zeros(1100)
+    values.take()
+    assert "more than 0.004 MB" in values.refused
 
 
 def test_attributes_that_raise_end_nothing_and_are_told() -> None:

@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from itertools import chain
-from operator import attrgetter, truth
+from operator import attrgetter, is_, truth
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +35,40 @@ def values_of() -> Values:
 
 def _values(dictionaries: tuple[dict[str, Any], ...]) -> tuple[Any, ...]:
     return tuple(chain(*map(dict.values, dictionaries)))
+
+
+Check = tuple[Any, type, tuple[str, ...] | None, Any, int]
+"""A value, its class, and either names and values of attributes with the number of all, or the content of a list or of
+a dict; None in its place where it has to be looked at in each step."""
+Changes = Callable[[list[Check]], list[int] | None]
+
+
+def changes_of() -> Changes:
+    """Who finds the numbers of checks that do not hold any more (None: all do); ask once, call often."""
+    copies = compiled()
+    return copies.changes if copies is not None else _changes
+
+
+def _changes(checks: list[Check]) -> list[int] | None:
+    return [i for i, check in enumerate(checks) if not holds(check)] or None
+
+
+def holds(check: Check) -> bool:
+    """Whether a value has what it had; False also where that cannot be told."""
+    value, cls, names, expected, count = check
+    if type(value) is not cls or expected is None:
+        return False
+    if names is not None:
+        try:
+            own = value.__dict__
+            return len(own) == count and all(map(is_, map(own.__getitem__, names), expected))
+        except Exception:  # there is none of that name; or the user's object
+            return False
+    if len(value) != len(expected):
+        return False
+    if cls is dict:
+        return all(map(is_, value, expected)) and all(map(is_, value.values(), expected.values()))
+    return all(map(is_, value, expected))
 
 
 Truths = Callable[[list[Any], str], bytes]

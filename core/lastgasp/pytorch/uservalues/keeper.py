@@ -15,12 +15,17 @@ from typing import Any
 
 from torch import Tensor
 
+from lastgasp.pytorch.compiled import changes_of
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import NOTHING, PARTS, Big, Long, Row, content_of, entries_of, places_in, put
 from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
 from lastgasp.pytorch.uservalues.places import Places, Root
-from lastgasp.pytorch.uservalues.trace import Trace, changes_of
+from lastgasp.pytorch.uservalues.trace import Trace
 from lastgasp.pytorch.uservalues.walk import Seen, Walk
+
+_ALL: list[int] = []
+_MISSED, _TRIED = 4, 32
+"""Looks in succession that could not begin with the last one; then each how manieth is followed again."""
 
 
 class UserValues:
@@ -51,6 +56,7 @@ class UserValues:
         self._clock = time.perf_counter
         self._changes = changes_of()
         self._trace: Trace | None = None
+        self._missed = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -63,39 +69,41 @@ class UserValues:
         """Record everything as it stands. Never raises."""
         if self.refused:
             return
-        now = began = time.perf_counter()
-        if self._clock is time.thread_time:
-            began = time.thread_time()
+        clock = self._clock
+        now = time.perf_counter()
+        began = now if clock is time.perf_counter else clock()
         first = not self._rows
         try:
-            self._look()
+            changed = self._changes(self._trace.checks) if self._trace is not None else _ALL
+            if changed is not None:
+                self._look(changed)
         except TooMuch as error:
             self._refuse(str(error))
         except Exception as error:  # the user's objects; training must not end for it
             self._refuse(f"the values of the user's objects cannot be recorded: {type(error).__name__}: {error}")
-        used, step, self._before = self._clock() - began + self._verifying, now - self._before, now
-        self._verifying = 0.0
-        limits = self.limits
-        if used <= limits.seconds or used <= limits.share * step or first:
+        used, step, self._before, self._verifying = clock() - began + self._verifying, now - self._before, now, 0.0
+        if used > self.limits.seconds and used > self.limits.share * step and not first:
+            self._took_long(used, step)
+        elif self._clock is not time.perf_counter:
             self._slow, self._clock = 0, time.perf_counter
-        elif self._clock is time.perf_counter:  # which may be the time of other threads, too
-            self._clock = time.thread_time
-        else:
-            self._slow += 1
-            if self._slow >= limits.patience and not self.refused:
-                self._refuse(f"recording the values of the user's objects takes {used * 1000:.3g} ms of each step of "
-                             f"{step * 1000:.3g} ms")  # fmt: skip
 
-    def _look(self) -> None:
+    def _took_long(self, used: float, step: float) -> None:
+        if self._clock is time.perf_counter:  # also that of other threads: from now on
+            self._clock = time.thread_time
+            return
+        self._slow += 1
+        if self._slow >= self.limits.patience and not self.refused:
+            self._refuse(f"recording the values of the user's objects takes {used * 1000:.3g} ms of each step of "
+                         f"{step * 1000:.3g} ms")  # fmt: skip
+
+    def _look(self, changed: list[int]) -> None:
         trace, rows = self._trace, None
         if trace is not None:
-            changed = trace.changed(self._changes)
-            if changed is None:
-                return
             walk = Walk(self)
             rows = walk.again(trace, self._rows, changed)
+        self._missed = self._missed + 1 if rows is None else 0
         if rows is None:
-            walk = Walk(self)
+            walk = Walk(self, self._missed < _MISSED or self._missed % _TRIED == 0)
             rows = walk.all([(root.value, kinds.OBJECT, root.name) for root in reversed(self.roots)])
             self._trace = walk.trace
         self._rows, self.long, self.big = rows, walk.long, walk.big

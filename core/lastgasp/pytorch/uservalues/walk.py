@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from lastgasp.pytorch.compiled import Check, holds
 from lastgasp.pytorch.uservalues import kinds
 from lastgasp.pytorch.uservalues.contents import (
     NOTHING,
@@ -24,7 +25,7 @@ from lastgasp.pytorch.uservalues.contents import (
     weakly,
 )
 from lastgasp.pytorch.uservalues.limits import Limits, TooMuch
-from lastgasp.pytorch.uservalues.trace import PLAINEST, Check, Trace, check_of, holds
+from lastgasp.pytorch.uservalues.trace import PLAINEST, Trace, check_of
 
 _BUILT_IN = (list, dict, set)
 _CONTAINERS = (kinds.LIST, kinds.DICT, kinds.SET, kinds.DEQUE)
@@ -66,9 +67,13 @@ class Known(Protocol):
 
 
 class Walk:
-    """One look at everything."""
+    """One look at everything.
 
-    def __init__(self, values: Known) -> None:
+    Args:
+        values: what is known; traced: the next look may begin with what this one finds.
+    """
+
+    def __init__(self, values: Known, traced: bool = True) -> None:
         self._values, self._limits = values, values.limits
         self._rows: list[Row] = []
         self._seen: set[int] = set()
@@ -76,13 +81,15 @@ class Walk:
         self._copied = sum(one.copied for one in values.long.values())
         self.long: dict[int, Long] = {}
         self.big: dict[int, Big] = {}
-        self._trace = Trace()
+        self._trace = Trace(values.known) if traced else None
 
     @property
     def trace(self) -> Trace | None:
         """For the next look; None where it has to look at all: what is large must not be kept alive for it."""
-        self._trace.entries = self._entries
-        return None if self.big else self._trace
+        if self._trace is None or self.big:
+            return None
+        self._trace.entries, self._trace.nbytes = self._entries, self._bytes
+        return self._trace
 
     def again(self, trace: Trace, rows: list[Row], changed: list[int]) -> list[Row] | None:
         """The rows of now; None where `all` is needed, of another `Walk`.
@@ -90,8 +97,7 @@ class Walk:
         Args:
             trace, rows: of the last look; changed: which of its checks do not hold any more.
         """
-        found = trace.again(rows, changed, self._limits.long, self._longer)
-        return found if trace.entries <= self._limits.entries else None
+        return trace.again(rows, changed, self._limits, self._longer)
 
     def _longer(self, row: Row) -> Row | None:
         good = self._is_long(row.value) and self._end_of(row.value, row.kind, row.label)
@@ -146,7 +152,7 @@ class Walk:
         self, row: Row, rows: list[Row], skip: frozenset[str] = NOTHING, check: Check | None = None
     ) -> None:
         rows.append(row)
-        if rows is self._rows:
+        if self._trace is not None and rows is self._rows:
             self._trace.add(len(rows) - 1, row, skip, check)
 
     def _parts_of(self, content: Any, kind: str, label: str, frozen: bool) -> list[tuple[Any, str, str]]:
