@@ -20,7 +20,7 @@ from lastgasp.pytorch.buckets import Layout as Buckets
 from lastgasp.pytorch.buffers import persistent_buffers
 from lastgasp.pytorch.collectives import Collectives, CommunicationMarks
 from lastgasp.pytorch.common_directory import common_directory
-from lastgasp.pytorch.compiled import values_of
+from lastgasp.pytorch.compiled import changes_of, values_of
 from lastgasp.pytorch.elastic.buffers import BufferValue, buffer_values, put_buffers_back
 from lastgasp.pytorch.elastic.exchanges import EXCHANGES, exchanged
 from lastgasp.pytorch.elastic.loader import ElasticLoader, GlobalBatch
@@ -45,7 +45,7 @@ from lastgasp.pytorch.moving import MovingParameters
 from lastgasp.pytorch.ondemand import OnDemand
 from lastgasp.pytorch.one_pass import OnePass
 from lastgasp.pytorch.own_dtypes import give_dtypes_back, have_dtypes_of
-from lastgasp.pytorch.owncopy import own_copy
+from lastgasp.pytorch.owncopy import schedule_of
 from lastgasp.pytorch.position import (
     CHANGED,
     MAP,
@@ -129,6 +129,7 @@ __all__ = [
     "at_first_bytes",
     "buffer_values",
     "buffers_of",
+    "changes_of",
     "collectives_begun",
     "common_directory",
     "connect",
@@ -158,7 +159,6 @@ __all__ = [
     "local",
     "other_ranks",
     "own_aux",
-    "own_copy",
     "owners",
     "patch_group",
     "persistent_buffers",
@@ -174,6 +174,7 @@ __all__ = [
     "rng",
     "runs_workers",
     "save_verified",
+    "schedule_of",
     "split_trailer",
     "stage",
     "start_workers",

@@ -277,6 +277,7 @@ static PyType_Spec random_spec = {
 
 typedef struct {
     PyObject *holder, *name, *tensor;
+    PyObject *type, *data_ptr, *numel; /* the tensor's class and its methods, which are looked for once */
     const void *data;
     Py_ssize_t elements;
     size_t size, at; /* size 0: only looked at, Python copies it */
@@ -313,12 +314,18 @@ buffers_copy(Buffers *self, PyObject *Py_UNUSED(ignored))
         const Entry *entry = &self->entries[i];
         if (entry->size == 0)
             continue;
-        PyObject *count = PyObject_CallMethodNoArgs(entry->tensor, self->numel);
+        if ((PyObject *)Py_TYPE(entry->tensor) != entry->type)
+            Py_RETURN_FALSE;
+        PyObject *count = PyObject_CallOneArg(entry->numel, entry->tensor);
         if (count == NULL)
             return NULL;
         Py_ssize_t elements = PyLong_AsSsize_t(count);
         Py_DECREF(count);
-        const void *data = data_of(entry->tensor, self->data_ptr);
+        PyObject *number = PyObject_CallOneArg(entry->data_ptr, entry->tensor);
+        if (number == NULL)
+            return NULL;
+        const void *data = PyLong_AsVoidPtr(number);
+        Py_DECREF(number);
         if (PyErr_Occurred() != NULL)
             return NULL;
         if (data == NULL || data != entry->data || elements != entry->elements)
@@ -348,6 +355,16 @@ take_entry(Buffers *self, PyObject *row)
     }
     entry.size = (size_t)size;
     entry.at = (size_t)at;
+    if (size > 0) {
+        PyObject *type = (PyObject *)Py_TYPE(tensor);
+        if ((entry.data_ptr = PyObject_GetAttr(type, self->data_ptr)) == NULL)
+            return false;
+        if ((entry.numel = PyObject_GetAttr(type, self->numel)) == NULL) {
+            Py_DECREF(entry.data_ptr);
+            return false;
+        }
+        entry.type = Py_NewRef(type);
+    }
     entry.holder = Py_NewRef(holder);
     entry.name = Py_NewRef(name);
     entry.tensor = Py_NewRef(tensor);
@@ -391,6 +408,7 @@ buffers_traverse(Buffers *self, visitproc visit, void *arg)
     for (Py_ssize_t i = 0; i < self->count; i++) {
         Py_VISIT(self->entries[i].holder);
         Py_VISIT(self->entries[i].tensor);
+        Py_VISIT(self->entries[i].type);
     }
     return 0;
 }
@@ -403,6 +421,9 @@ buffers_clear(Buffers *self)
         Py_CLEAR(entry->holder);
         Py_CLEAR(entry->name);
         Py_CLEAR(entry->tensor);
+        Py_CLEAR(entry->type);
+        Py_CLEAR(entry->data_ptr);
+        Py_CLEAR(entry->numel);
     }
     PyBuffer_Release(&self->view);
     self->view.buf = NULL;

@@ -136,13 +136,14 @@ class AuxRecorder:
         payload = buffer.begin(step, settled)
         slot = buffer.slot
         self._rng.capture(self._rng_slots[slot])
-        try:
-            buffers.capture(slot, step)
-        except Resized:
-            buffers.refresh()
-            self._fit()
-            self.capture(step, settled)
-            return
+        if buffers.names:
+            try:
+                buffers.capture(slot, step)
+            except Resized:
+                buffers.refresh()
+                self._fit()
+                self.capture(step, settled)
+                return
         if self._tails[slot] is not tail or self._written[slot] is not extra:
             self._write_extra(payload, slot, length)
         buffer.end(self._extra_at + length)

@@ -6,6 +6,7 @@ boundary that a gasp saves; parameters are not. Hence buffers are copied at each
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import operator
@@ -142,9 +143,10 @@ class BufferRecorder:
         return {name: newest.value(i) for i, name in enumerate(self.names) if name in away}
 
 
-class _BufferSlot:
-    order_now = 0
+_order = itertools.count(1).__next__  # not of a class: a change of one makes Python look its attributes up anew
 
+
+class _BufferSlot:
     def __init__(self, where: dict[str, _Where], offsets: dict[str, int], view: memoryview) -> None:
         self._names, self._where, self._view = list(where), list(where.values()), view
         live = self._live()
@@ -191,8 +193,7 @@ class _BufferSlot:
             self._by_torch(self._rest, self._rest_targets)
         if self._large or self._sparse:
             self._copy_if_changed(slots)
-        _BufferSlot.order_now += 1
-        self.step, self.order = step, _BufferSlot.order_now
+        self.step, self.order = step, _order()
 
     def differs(self, other: _BufferSlot) -> bool:
         """Whether `other`, a slot of the same buffers, holds something else; those on an accelerator are left out."""

@@ -111,7 +111,7 @@ class MovingParameters:
         """An update is about to begin: compare what was looked at with how it was at the end of the last step."""
         if self._aside:
             self.in_aside()
-        self._opened, self._open = opened, _ = _moved(self._looked_at), True
+        self._opened, self._open = opened, _ = _moved(self._looked_at) if self._looked_at else [], True
         new = [name for name in opened if name not in self._moving] if opened else opened
         self._quiet = 0 if opened else self._quiet + 1
         if new:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
@@ -22,9 +23,9 @@ def own_copy(value: Any) -> Any:
     if kind in _PLAIN:
         return value
     if kind is dict:
-        return {key: own_copy(item) for key, item in value.items()}
+        return _own_parts(value.copy())
     if kind is list or kind is tuple:
-        return kind(map(own_copy, value))
+        return value[:] if _PLAIN.issuperset(map(type, value)) else kind(map(own_copy, value))
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, set | bytearray | np.ndarray):
@@ -35,6 +36,24 @@ def own_copy(value: Any) -> Any:
             found[key] = own_copy(value[key])
         return found
     return value
+
+
+def schedule_of(scheduler: Any) -> dict[str, Any]:
+    """A copy of what its `state_dict` returns."""
+    own = getattr(scheduler, "__dict__", {})
+    if getattr(type(scheduler), "state_dict", None) is not LRScheduler.state_dict or "state_dict" in own:
+        found: dict[str, Any] = own_copy(scheduler.state_dict())
+        return found
+    there = own.copy()
+    there.pop("optimizer", None)
+    return _own_parts(there)
+
+
+def _own_parts(copied: dict[Any, Any]) -> dict[Any, Any]:
+    for key, item in copied.items():
+        if type(item) not in _PLAIN:
+            copied[key] = own_copy(item)
+    return copied
 
 
 def fill_in(item: dict[Any, Any], stored: dict[Any, Any]) -> None:

@@ -127,7 +127,7 @@ class OwnObjects(PerStep):
     def encode(self) -> bytes:
         """What they hold now; the same object as before if nothing has changed."""
         try:
-            if not all(holder.get(key) is one for holder, key, one in self._links):
+            if self._links and not all(holder.get(key) is one for holder, key, one in self._links):
                 self._arrange()
             if not self._metrics:
                 return b""

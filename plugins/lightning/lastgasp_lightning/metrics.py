@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
+from lastgasp.adapter.torch import changes_of
+
 _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
            "dataloader_idx", "metric_attribute")  # fmt: skip
 _STEPS = ("training_step", "validation_step")
@@ -68,9 +70,9 @@ class OwnAccumulators(PerStep):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._metrics: list[Any] = []
-        self._rows: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        self._rows: list[tuple[Any, tuple[str, ...], Callable[[Any], tuple[Any, ...]]]] = []
         self._names: list[tuple[str, Any, tuple[str, ...]]] = []
-        self._seen: list[Any] = []
+        self._changes, self._checks = changes_of(), list[Any]()
         self._types: list[torch.dtype | None] = []
         self._head = b""
 
@@ -86,25 +88,31 @@ class OwnAccumulators(PerStep):
         results = self._epoch._results
         if not results:
             return b""
-        metrics = [*results.values()]
-        if len(metrics) != len(self._metrics) or not all(map(operator.is_, metrics, self._metrics)):
+        if len(results) != len(self._metrics) or not all(map(operator.is_, results.values(), self._metrics)):
             self._arrange(results)
         # Lightning replaces these tensors at each update, it never changes them alone (result.py, `update`).
-        seen: list[Any] = []
-        for take, attributes in self._rows:
-            seen += take(attributes)
-        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
-            self._encoded, self._seen = self._encode(seen), seen
+        if not self._rows:
+            return b""
+        if not self._checks or self._changes(self._checks) is not None:
+            seen: list[Any] = []
+            self._checks = []
+            for metric, names, take in self._rows:
+                attributes = vars(metric)
+                found = take(attributes)
+                self._checks.append((metric, type(metric), names, found, len(attributes)))
+                seen += found
+            self._encoded = self._encode(seen)
         return self._encoded
 
     def _arrange(self, results: Any) -> None:
         """A metric was added: hardly ever after the first steps."""
         self._metrics = [*results.values()]
-        self._rows, self._names, self._seen, self._types = [], [], [], []
+        self._rows, self._names, self._checks, self._types = [], [], [], []
         for key, metric in results.items():
             if metric.is_tensor and metric.meta.sync.group is None:
                 names = tuple(name for name in _STATES if name in vars(metric))
-                self._rows.append((operator.itemgetter("has_reset", *names), vars(metric)))
+                there = ("has_reset", *names)
+                self._rows.append((metric, there, operator.itemgetter(*there)))
                 self._names.append((key, metric.meta, names))
 
     def _encode(self, seen: list[Any]) -> bytes:

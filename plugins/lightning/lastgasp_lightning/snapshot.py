@@ -13,7 +13,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch.optim.lr_scheduler import LRScheduler
 
-from lastgasp.adapter.torch import Flags, own_copy, values_of, which_weights
+from lastgasp.adapter.torch import Flags, schedule_of, values_of, which_weights
 from lastgasp_lightning.compat import own_dict
 from lastgasp_lightning.extrastate import ExtraStates
 from lastgasp_lightning.saves import Saves
@@ -80,6 +80,7 @@ class Snapshotter:
         self._values = values_of()
         self._names: list[tuple[str, ...]] = []
         self._named = -1
+        self._fetches, self._draws = object, False
         self.saves = Saves(trainer)
         self.extra, self.flags = ExtraStates(trainer, sharded), Flags(trainer.lightning_module, gradients=True)
         self._stateful = stateful_callbacks(trainer)
@@ -90,7 +91,11 @@ class Snapshotter:
         """Remember everything as it stands. A few microseconds."""
         if self._plain is not None:
             self._plain.take(step)
-        logs, epoch, results = self._logs, self._epoch, self._epoch._results
+        logs, epoch, strategy, trainer = self._logs, self._epoch, self._strategy, self._trainer
+        results, fit, val = epoch._results, self._fit, self._val
+        fetcher, schedulers = fit._data_fetcher, strategy.lr_scheduler_configs
+        if type(fetcher) is not self._fetches:
+            self._fetches, self._draws = type(fetcher), isinstance(fetcher, _DataLoaderIterDataFetcher)
         counters = self._values(self._dicts)
         if len(counters) != self._named:  # hardly ever after the first time: an attribute more
             self._names, self._named = [tuple(d) for d in self._dicts], len(counters)
@@ -99,21 +104,21 @@ class Snapshotter:
             counters,
             self._names,
             epoch._batches_that_stepped,
-            (self._fit._last_train_dl_reload_epoch, self._val._last_val_dl_reload_epoch),
-            asked := bool(self._trainer.should_stop),
-            asked and not self._fit._can_stop_early,
+            (fit._last_train_dl_reload_epoch, val._last_val_dl_reload_epoch),
+            asked := bool(trainer.should_stop),
+            asked and not fit._can_stop_early,
             # callbacks may exchange them
-            [own_copy(c.scheduler.state_dict()) for c in self._strategy.lr_scheduler_configs],
-            [[*map(_hyperparameters, o.param_groups)] for o in self._strategy.optimizers],
+            [schedule_of(c.scheduler) for c in schedulers] if schedulers else [],
+            [[*map(_hyperparameters, o.param_groups)] for o in strategy.optimizers],
             [_metric(key, m) for key, m in results.items()] if results else [],
             logs._callback_metrics.copy(),
             (logs._first_loop_iter, logs._current_fx),
             _states(self._mid_step) if self._mid_step else {},
             self.extra.take(step),
             self.flags.take(),
-            accumulate if (accumulate := self._trainer.accumulate_grad_batches) != self._accumulate else None,
-            fetcher.fetched if isinstance(fetcher := self._fit._data_fetcher, _DataLoaderIterDataFetcher) else None,
-            dict(self._val._seen_batches_per_dataloader),
+            accumulate if (accumulate := trainer.accumulate_grad_batches) != self._accumulate else None,
+            fetcher.fetched if self._draws else None,
+            dict(val._seen_batches_per_dataloader),
         )
 
     def loops(self, snapshot: Snapshot) -> dict[str, Any]:
@@ -207,9 +212,11 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def _metric(key: str, m: Any) -> tuple[Any, ...]:
     # Lightning replaces these tensors at each update, it never changes them (result.py, `update`)
-    if not m.is_tensor:
-        return key, m, None, None, None, None, m.has_reset
-    return key, m, m.value, getattr(m, "cumulated_batch_size", None), m._forward_cache, m._computed, m.has_reset
+    own = vars(m)  # it is a module, whose attributes are not found at once
+    if not own["is_tensor"]:
+        return key, m, None, None, None, None, own["has_reset"]
+    size, cache = own.get("cumulated_batch_size"), own["_forward_cache"]
+    return key, m, own["value"], size, cache, own["_computed"], own["has_reset"]
 
 
 def _states(callbacks: list[Callback]) -> dict[str, Any]:

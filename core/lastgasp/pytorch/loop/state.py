@@ -37,7 +37,7 @@ from lastgasp.pytorch.loop.parts import (
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
 from lastgasp.pytorch.loop.unlike import model_problems, optimizer_problems
 from lastgasp.pytorch.own_dtypes import load_parts
-from lastgasp.pytorch.owncopy import own_copy
+from lastgasp.pytorch.owncopy import own_copy, schedule_of
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.pytorch.weight_modes import patch_group, which_weights
@@ -271,7 +271,7 @@ class TorchState:
         return Snapshot(
             step,
             epoch,
-            [own_copy(s.state_dict()) for s in self.schedulers.values()],
+            [*map(schedule_of, self.schedulers.values())],
             [[_hyperparameters(g) for g in o.param_groups] for o in self.optimizers.values()],
             scaler_state(self.scaler),
             extra,
