@@ -1,4 +1,5 @@
-/* Copies of a rank's random state and of its buffers, taken at each boundary of a step (rng.py, buffers.py).
+/* Copies of a rank's random state and of its buffers, taken at each boundary of a step (rng.py, buffers.py), and
+ * comparisons that tell what has changed since the last one (compiled.py, `Seen` of buffers.py).
  *
  * Why C: a step has up to three captures, and each call of torch or ctypes from Python costs as much as the copy
  * itself. Where no compiler was there at install the same is done in Python; both pass the same tests.
@@ -537,7 +538,7 @@ same_items(PyObject *value, PyObject *expected)
     return size == 0 || memcmp(((PyListObject *)value)->ob_item, ((PyListObject *)expected)->ob_item, size) == 0;
 }
 
-/* As `_is_same` of trace.py. */
+/* As `holds` of compiled.py. */
 static bool
 is_same(PyObject *dict, PyObject *value, PyObject *type, PyObject *names, PyObject *expected, Py_ssize_t count)
 {
@@ -551,7 +552,7 @@ is_same(PyObject *dict, PyObject *value, PyObject *type, PyObject *names, PyObje
     return PyList_CheckExact(value) && PyList_CheckExact(expected) && same_items(value, expected);
 }
 
-/* changes(checks) -> None or the numbers of those that do not hold any more, see trace.py. */
+/* changes(checks) -> None or the numbers of those that do not hold any more, see compiled.py. */
 static PyObject *
 changes(PyObject *Py_UNUSED(module), PyObject *checks)
 {
@@ -753,7 +754,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "lastgasp.pytorch._copies",
-    .m_doc = PyDoc_STR("Copies of the random state and of buffers."),
+    .m_doc = PyDoc_STR("Copies and comparisons at the end of each step."),
     .m_slots = module_slots,
     .m_methods = functions,
 };

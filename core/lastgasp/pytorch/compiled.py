@@ -1,4 +1,4 @@
-"""Chooses who copies the random state and buffers at each boundary: C (`_copies.c`), or Python where there is none."""
+"""Chooses who copies and compares at each boundary: C (`_copies.c`), or Python where there is none."""
 
 from __future__ import annotations
 
