@@ -56,7 +56,8 @@ def _changes(checks: list[Check]) -> list[int] | None:
 def holds(check: Check) -> bool:
     """Whether a value has what it had; False also where that cannot be told."""
     value, cls, names, expected, count = check
-    if type(value) is not cls or expected is None:
+    now: object = type(value)
+    if now is not cls or expected is None:
         return False
     if names is not None:
         try:

@@ -97,7 +97,8 @@ class Trace:
         self, row: Row, cls: type, skip: frozenset[str], limits: Limits, rows: list[Row], done: set[int]
     ) -> Row | None:
         value, kind, before, label = row
-        if type(value) is not cls:
+        now: object = type(value)
+        if now is not cls:
             return None
         if kind in _NUMBERS:
             if not can_be_copied(value) or value.nbytes > limits.single:
