@@ -107,3 +107,35 @@ def test_a_dict_of_its_locals_that_the_loop_has_stays_as_it_is(tmp_path: Path) -
         return settings
 
     assert train(0.1) == {"rate": 0.1, "width": 2, "tmp_path": tmp_path}
+
+
+@pytest.mark.parametrize("by", ["batches", "updated"])
+def test_what_the_loop_carries_in_names_of_its_own_is_noted_when_it_is_resumed(
+    by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`extra` has the best loss so far, and neither the sum nor the list."""
+    caplog.set_level("INFO", "lastgasp")
+    said = "in names of its own is in no checkpoint, and a resumed run begins with the script's: total, losses. Give"
+
+    def train(steps: int) -> None:
+        model = nn.Linear(2, 1)
+        best, total, losses = {"loss": 9.0}, 0.0, list[float]()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        state = TorchState(model, optimizer, extra={"best": best})
+        with Session.open(tmp_path, state=state, max_steps=steps, every=1) as session:
+            given = session.batches([torch.ones(1, 2)] * 3) if by == "batches" else [torch.ones(1, 2)] * 2
+            for batch in given:
+                loss = model(batch).sum()
+                loss.backward()
+                optimizer.step()
+                total += float(loss)
+                losses.append(total)
+                best["loss"] = min(best["loss"], total - 0.5)
+                if by == "updated":
+                    session.updated()
+
+    train(2)
+    assert [one.levelname for one in caplog.records if said in one.getMessage()] == ["INFO"]
+    caplog.clear()
+    train(4)
+    assert [one.levelname for one in caplog.records if said in one.getMessage()] == ["WARNING"]

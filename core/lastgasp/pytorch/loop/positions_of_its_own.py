@@ -79,12 +79,12 @@ def _known_to(frame: FrameType | None) -> dict[str, Any]:
     for _ in range(_CALLERS):
         if frame is None or not is_users_module(frame.f_globals.get("__name__", "")):
             break
-        found = dict(frame.f_globals) | _locals(frame) | found
+        found = dict(frame.f_globals) | locals_of(frame) | found
         frame = frame.f_back
     return found
 
 
-def _locals(frame: FrameType) -> dict[str, Any]:
+def locals_of(frame: FrameType) -> dict[str, Any]:
     """Before Python 3.13 a function's frame has one dict for whoever asks for its locals: the user's, if it has."""
     if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return dict(frame.f_locals)
@@ -111,5 +111,5 @@ def _attributes(one: object) -> dict[str, Any]:
 
 
 def _counts(one: Any) -> Counts:
-    held = _locals(one.gi_frame) if isinstance(one, GeneratorType) and one.gi_frame is not None else _attributes(one)
+    held = locals_of(one.gi_frame) if isinstance(one, GeneratorType) and one.gi_frame is not None else _attributes(one)
     return {name: value for name, value in held.items() if type(value) is int and name[0] != "_"}

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.common_directory import common_directory
+from lastgasp.pytorch.loop.carried_names import carried_by, told
 from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.drawn_ahead import DrawnAhead
 from lastgasp.pytorch.loop.inexact import COUNTED, DREW
@@ -97,7 +98,7 @@ class Session:
         """For `open`."""
         self._run, self._max = run, max_steps
         self._closed, self._restored, self._drew = False, b"", False
-        self._ahead = DrawnAhead(run)
+        self._ahead, self._carried = DrawnAhead(run), False
         vars(self)["mark"] = run.engine.mark  # bypasses this class's method: a mark costs less than a call
 
     @classmethod
@@ -241,6 +242,7 @@ class Session:
             raise UsageError(f"updated(step={step}) goes backwards: step {run.step} is complete already")
         run.book.by_hand = True
         run.complete(number)
+        self._look_at_names(sys._getframe().f_back)
         if not run.book.gave:
             run.unknown_loaders.step_over(run.state.extra.values(), run.step)
         self._ahead.step_over()
@@ -258,6 +260,19 @@ class Session:
     def alive(self) -> None:
         """Progress, for the hang watchdog, in work that neither trains nor evaluates a model of the state."""
         self._run.engine.progress("between")
+
+    def _look_at_names(self, frame: FrameType | None) -> None:
+        """Once, where the loop is: what it carries in names of its own is said, and a resume has lost it."""
+        if self._carried:
+            return
+        self._carried, run = True, self._run
+        with contextlib.suppress(Exception):  # the user's source, and values
+            saved = [run.state.extra, *run.state.extra.values()]
+            found = told(carried_by(frame, saved, (run.step, run.book.epoch)))
+            if found and run.resumed is not None:
+                run.engine.note(found)
+            elif found and run.rank == 0:
+                log.info("%s", found)
 
     def _check(self) -> None:
         if self._closed:
@@ -336,6 +351,7 @@ class BatchIterator(Iterator[T]):
         self._session._check()
         run = self._session._run
         self._session._look(run)
+        self._session._look_at_names(sys._getframe().f_back)
         if self._since is not None:
             self._numbered(sys._getframe().f_back, self._since)
         try:

@@ -1,0 +1,140 @@
+"""Names that a loop carries from step to step, found in its source."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from lastgasp.pytorch.loop.carried_names import carried_by, told
+
+LOOPS = {
+    "the best so far, counters, sums of an epoch, histories": (
+        """
+        best, seen, total, history, table, patience = 0.0, 0, 0.0, [], {}, None
+        for epoch in range(1):
+            running = 0.0
+            for batch in [1]:
+                loss = batch * 2.0
+                running += loss
+                seen += 1
+                table[batch] = loss
+                look()
+            accuracy = running / seen
+            if accuracy > best:
+                best = accuracy
+            history.append(accuracy)
+            patience = 1 if patience is None else patience + 1
+        """,
+        ["best", "seen", "history", "patience", "running", "table"],
+    ),
+    "nothing, but the time": (
+        """
+        t0, started = time.time(), time.perf_counter()
+        limit = 5
+        while True:
+            for batch in [1]:
+                if batch > 3:
+                    rate = 0.1
+                else:
+                    rate = 0.2
+                loss = batch * rate
+                for i, part in enumerate([loss]):
+                    loss = loss + part
+                with open(os.devnull) as file:
+                    text = file.read()
+                try:
+                    value = int(text or 1)
+                except ValueError:
+                    value = 0
+                if value > limit:
+                    continue
+                t1 = time.time()
+                dt = t1 - t0
+                t0 = t1
+                names = [x for x in str(value)]
+                look()
+                print_ = names, dt, started
+            break
+        """,
+        [],
+    ),
+    "what may not be set, by several ways": (
+        """
+        a = b = c = d = e = 0
+        for batch in [1]:
+            if batch > 3:
+                a = 1
+            elif batch > 2:
+                b = 1
+            match batch:
+                case 7:
+                    c = 1
+            for part in []:
+                d = part
+            try:
+                e = 1
+            except ValueError:
+                pass
+            a, b = a + 1, b
+            look(a, b, c, d, e)
+            if (w := batch) > 3 or w:
+                w
+        """,
+        ["a", "b", "c", "d", "e"],
+    ),
+    "what extra has": (
+        """
+        best, best_step, steps, log = extra["best"], 7.5, 12, extra["log"]
+        for batch in [1]:
+            look()
+            best += 1
+            best_step += 1
+            steps += 1
+            log.append(best)
+            extra["n"] = best
+        """,
+        [],
+    ),
+}
+EXTRA: dict[str, Any] = {"best": 0.0, "best_step": 0, "log": []}
+
+
+@pytest.mark.parametrize("where", ["a function", "the module"])
+@pytest.mark.parametrize("what", LOOPS)
+def test_names_that_an_iteration_needs_from_the_one_before(what: str, where: str, tmp_path: Path) -> None:
+    (body, wanted), saved = LOOPS[what], [EXTRA] * (what == "what extra has")
+    body = textwrap.dedent(body)
+    if where == "a function":
+        body = "def train():\n" + textwrap.indent(body, "    ") + "\ntrain()\n"
+    file, found = tmp_path / "train.py", list[str]()
+    file.write_text("import os, time\n" + body)
+
+    def look(*_: object) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        found.extend(carried_by(frame, saved, (12, 0)))
+
+    module = {"__name__": "__main__", "look": look, "extra": EXTRA}
+    exec(compile(file.read_text(), str(file), "exec"), module)
+    assert sorted(found) == sorted(wanted)
+
+
+def test_what_is_told() -> None:
+    assert not told([])
+    assert ": a, b. Give what matters to TorchState(extra={...})" in told(["a", "b"])
+    assert ": a, b, c, d, e, f and 2 more." in told(list("abcdefgh"))
+
+
+def test_a_loop_without_a_source_is_none(tmp_path: Path) -> None:
+    found = [0]
+
+    def look() -> None:
+        found[0] += 1
+        assert carried_by(sys._getframe(1), [], ()) == []
+
+    exec("best = 0\nfor i in range(2):\n    look()\n    best += 1", {"__name__": "__main__", "look": look})
+    assert found == [2]
