@@ -143,7 +143,7 @@ def test_the_drill_and_the_commands_that_look_at_it(
     tmp_path: Path, bin_of_lean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the loop of docs/plain-loop.md, whose ranks start in a third of the time; Lightning's: test_matrix.py."""
-    [loop] = blocks(DOCS / LOOP_PAGE, "python")
+    loop, _ = blocks(DOCS / LOOP_PAGE, "python")  # the other one: test_ignite.py
     (tmp_path / "train.py").write_text(PRELUDE + HERE[LOOP_PAGE] + loop.replace("s.epochs(90)", "s.epochs(12)"))
     assert DRILL in shell_lines()
     shell(DRILL, tmp_path, bin_of_lean)
