@@ -106,7 +106,6 @@ def saved(directory: Path, undisturbed: Any, step: int) -> None:
     assert differences(undisturbed(), directory / "final.pt") == []
 
 
-@pytest.mark.product("second")
 @pytest.mark.full
 def test_a_switch_that_is_stopped_too_late_ends_in_a_save_and_a_restart(
     tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +121,6 @@ def test_a_switch_that_is_stopped_too_late_ends_in_a_save_and_a_restart(
     saved(directory, undisturbed, SWITCHED)
 
 
-@pytest.mark.product("second")
 @pytest.mark.full
 @pytest.mark.parametrize(("victim", "step"), [(0, GATE), (1, SWITCHED)], ids=["old", "new"])
 def test_a_process_of_the_rank_that_dies_before_the_switch(

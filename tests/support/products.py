@@ -26,13 +26,19 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def deselect_covered(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the others of its product cover, if `--covering` asks for it."""
-    if not config.getoption(OPTION):
-        return
+    """Leave out what the others of its product cover, if `--covering` asks for it.
+
+    Raises:
+        pytest.UsageError: a test is marked as a product and has no parameters, whether or not the option is given.
+    """
     products: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("product"):
+            if not hasattr(item, "callspec"):
+                raise pytest.UsageError(f"{item.nodeid}: marked `product`, but it has no parameters to choose from")
             products[item.nodeid.partition("[")[0]].append(item)
+    if not config.getoption(OPTION):
+        return
     left_out = set[pytest.Item]()
     for product in products.values():
         [mark, *_] = product[0].iter_markers("product")

@@ -70,3 +70,15 @@ def test_pytest_takes_them_where_it_is_told_to(pytester: pytest.Pytester) -> Non
     marks = ("-o", "markers=product", "-p", "no:xdist")
     pytester.runpytest(*marks).assert_outcomes(passed=22)
     pytester.runpytest(*marks, OPTION).assert_outcomes(passed=13, deselected=9)
+
+
+def test_a_product_without_parameters_is_named_without_the_option_too(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        "from support.products import add_option as pytest_addoption, deselect_covered\n"
+        "def pytest_collection_modifyitems(config, items):\n    deselect_covered(config, items)\n"
+    )
+    pytester.makepyfile("import pytest\n@pytest.mark.product\ndef test_alone(): pass\n")
+    for options in ((), (OPTION,)):
+        result = pytester.runpytest("-o", "markers=product", "-p", "no:xdist", *options)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines(["*test_alone: marked `product`, but it has no parameters*"])
