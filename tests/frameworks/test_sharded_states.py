@@ -119,17 +119,18 @@ def test_what_one_rank_writes_and_others_hold_otherwise_is_noted_once(as_rank: R
         _grads(model, 1.0 + rank)
         optimizer.step()
         shards.look()
-        said.append(msgspec.msgpack.encode(shards.states_of_one()))
+        said.append(msgspec.msgpack.encode(({}, shards.states_of_one())))
     notes, tags = list[str](), list[str]()
 
     def gather(tag: str, own: bytes) -> list[bytes]:
         tags.append(tag)
         return said
 
-    parts = SharedParts(SimpleNamespace(note=notes.append, gather=gather), shards, kept_equal=False)
-    for step in "12":
-        parts.compare_states(step)
-    assert tags == ["sharded/states/1"] and len(notes) == 1
+    place = SimpleNamespace(replicas=((0, 1),))
+    parts = SharedParts(SimpleNamespace(note=notes.append, gather=gather, place=place), shards, kept_equal=False)
+    for step in (1, 2):
+        parts.updated(step, together=True, describable=True)
+    assert tags == ["sharded/alike/1", "sharded/alike/2"] and len(notes) == 1
     assert notes[0].startswith("optimizers hold sums as plain tensors or numbers that differ between ranks")
 
 

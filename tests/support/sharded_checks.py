@@ -350,7 +350,7 @@ def experts(folder: Path) -> None:
             if step > 1:  # a rate that begins with 0, and an expert that gets nothing for a while
                 made[0]["model"](torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
                 made[1]["optimizer"].step()
-            parts.updated(step)
+            parts.updated(step, together=True, describable=True)
             assert parts.alike == (kept_equal or step == 1), step
         [note] = session.notes
         assert note.startswith("ranks hold different values of the same part of 0.weight, 0.bias, "), note
@@ -362,7 +362,7 @@ def experts(folder: Path) -> None:
         for step in range(1, 5):
             train(made, step - 1, step)
             shards.look()
-            parts.updated(step)
+            parts.updated(step, together=True, describable=True)
         assert parts.alike and not session.notes, (name, session.notes)
     for replicas in (((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))):
         made, session = built("hybrid", seed=1 + dist.get_rank() // 2), AllRanks(replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lastgasp.pytorch.loop.carried_names import carried_by, told
+from lastgasp.pytorch.loop.carried_names import CarriedNames, carried_at, places_of, told
 
 LOOPS = {
     "the best so far, counters, sums of an epoch, histories": (
@@ -116,7 +117,7 @@ def test_names_that_an_iteration_needs_from_the_one_before(what: str, where: str
 
     def look(*_: object) -> None:
         frame: FrameType | None = sys._getframe(1)
-        found.extend(carried_by(frame, saved, (12, 0)))
+        found.extend(carried_at(places_of(frame, saved, (12, 0))))
 
     module = {"__name__": "__main__", "look": look, "extra": EXTRA}
     exec(compile(file.read_text(), str(file), "exec"), module)
@@ -134,7 +135,28 @@ def test_a_loop_without_a_source_is_none(tmp_path: Path) -> None:
 
     def look() -> None:
         found[0] += 1
-        assert carried_by(sys._getframe(1), [], ()) == []
+        assert carried_at(places_of(sys._getframe(1), [], ())) == []
 
     exec("best = 0\nfor i in range(2):\n    look()\n    best += 1", {"__name__": "__main__", "look": look})
     assert found == [2]
+
+
+def test_they_are_told_once_the_source_is_read_however_long_that_takes(tmp_path: Path) -> None:
+    source = "best = 0\nfor i in range(1):\n    look()\n    best += 1"
+    for slow in (False, True):
+        file, told_of = tmp_path / f"train-{slow}.py", list[str]()
+        if slow:
+            os.mkfifo(file)
+        else:
+            file.write_text(source)
+        names = CarriedNames(told_of.append)
+
+        def look(names: CarriedNames = names) -> None:
+            names.look(sys._getframe(1), [], ())
+
+        exec(compile(source, str(file), "exec"), {"__name__": "__main__", "look": look})
+        names.wait(0.1 if slow else 60.0)
+        assert names.looked and len(told_of) == (not slow)
+        if slow:
+            file.open("w").close()  # its reader goes on
+            names.wait(60.0)

@@ -152,12 +152,29 @@ def test_a_step_that_a_fault_has_cut_short_is_not_compared_with_the_others() -> 
     vars(loop).update(
         shards=SimpleNamespace(look=lambda: next(looks)), life=None, arena=None, _kept={}, _cannot="",
         _completed=False, _extra_states=SimpleNamespace(step_over=lambda step: {}), _run=run,
+        _shared=SharedParts(None, None, kept_equal=False),
     )  # fmt: skip
     state: Any = SimpleNamespace(models={}, optimizers={})
     run.shards, run.state = loop, state
     snapshot: Any = SimpleNamespace(step=1, groups=[])
     run.finished(snapshot)
     assert not list(looks) and loop.kept(1) is snapshot
+
+
+def test_under_join_ranks_come_to_steps_alone_and_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = list[str]()
+    monkeypatch.setattr(sharded_loop, "under_join", lambda state: True)
+    loop = object.__new__(ShardedLoop)
+    vars(loop).update(
+        shards=None, life=SimpleNamespace(session=SimpleNamespace(note=notes.append)), arena=None, _kept={}, _cannot="",
+        _completed=False, _extra_states=SimpleNamespace(step_over=lambda step: {}), _filling=None,
+        _run=SimpleNamespace(state=None, capture_aux=lambda step, **_: None),
+        _shared=SharedParts(None, None, kept_equal=False),
+    )  # fmt: skip
+    for step in (1, 2):
+        snapshot: Any = SimpleNamespace(step=step, groups=[])
+        loop.complete(snapshot)
+    assert len(notes) == 1 and "under torch's Join" in notes[0]
 
 
 def test_hooks_of_models_made_outside_are_there_once_around_shards_too(monkeypatch: pytest.MonkeyPatch) -> None:

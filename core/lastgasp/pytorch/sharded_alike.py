@@ -20,7 +20,11 @@ from lastgasp.replicas import needs_comparing
 
 log = logging.getLogger("lastgasp")
 
-_decoder = msgspec.msgpack.Decoder(dict[bytes, bytes])
+_decoder = msgspec.msgpack.Decoder(tuple[dict[bytes, bytes], dict[str, bytes] | None])
+_STATES_EVERY = 1024
+"""Updates after which states of optimizers are compared again, besides the times at which all is."""
+_FIRST = 2
+"""Which update is the first at the latest: a framework may report the step at which it resumes as if it were one."""
 _SAME_SEED = "Initialise them with the same seed, or shard them with fully_shard."
 
 
@@ -40,8 +44,9 @@ class SharedParts:
     def __init__(self, session: Any, parts: Any, kept_equal: bool) -> None:
         self.alike = True
         self._session, self._parts, self._kept_equal = session, parts, kept_equal
-        self._compared, self._noted = set[str](), set[Kind]()
-        self._updates, self._any = 0, True
+        self._noted = set[Kind | str]()
+        self._any, self._last = True, 0
+        self._before: int | None = None
 
     def loaded(self, differed_before: bool) -> None:
         """The state is loaded. All ranks call it together.
@@ -53,7 +58,7 @@ class SharedParts:
             ConfigError: ranks hold different values, and all of them would load those of one.
             LastgaspError: as `Session.gather`.
         """
-        differing = self._differing(self._parts.shared(), "loaded")
+        differing = self._differing("loaded", self._parts.shared(), self._parts.states_of_one())
         if Kind.WHOLE in differing and not differed_before:
             raise ConfigError("model", "parameters that are not sharded differ between ranks", "the same on all ranks",
                               _SAME_SEED)  # fmt: skip
@@ -65,16 +70,26 @@ class SharedParts:
                 "ranks, or give them names of their own; else initialise them with the same seed.")  # fmt: skip
         self._note(differing)
         self.alike = self._kept_equal or Kind.APART not in differing
-        self.compare_states("loaded")
 
-    def updated(self, step: int) -> None:
-        """A step is complete on all ranks, which call it together."""
-        self._updates += 1
-        if not self._any or self._updates & (self._updates - 1):
+    def updated(self, step: int, *, together: bool, describable: bool) -> None:
+        """A step is complete.
+
+        Args:
+            together: all ranks have completed it and call this. They wait for one another where something is due, so
+                what is due follows from the step alone.
+            describable: this rank knows what it holds; else it takes part with nothing.
+        """
+        if self._before is None:
+            self._before = step - 1
+        updates, last = step - self._before, self._last
+        self._last = max(updates, last)
+        doubled = updates.bit_length() > last.bit_length()
+        if not together or not (doubled or updates // _STATES_EVERY > last // _STATES_EVERY):
             return
-        shared = [one for one in self._parts.shared() if one.kind is not Kind.REPLICATED or self._updates == 1]
+        shared = self._parts.shared() if doubled and self._any and describable else []
+        shared = [one for one in shared if one.kind is not Kind.REPLICATED or updates <= _FIRST]
         try:
-            differing = self._differing(shared, str(step))
+            differing = self._differing(str(step), shared, self._parts.states_of_one() if describable else None)
         except LastgaspError as error:  # a rank has just died, mostly
             log.debug("the ranks could not compare what several of them hold: %s", error)
             return
@@ -82,17 +97,22 @@ class SharedParts:
             self.alike = False
         self._note(differing)
 
-    def _differing(self, own: list[Shared], when: str) -> dict[Kind, list[str]]:
-        """Those of which ranks hold different values, with the names of those that this rank has."""
+    def _differing(self, when: str, own: list[Shared], states: dict[str, bytes] | None) -> dict[Kind, list[str]]:
+        """Those of which ranks hold different values, with the names of those that this rank has.
+
+        Args:
+            states: digests of what one rank writes of the optimizers; None: not known here.
+        """
         if needs_comparing(self._session.place.replicas):  # those are compared by all that they hold
             own = [one for one in own if one.kind is not Kind.REPLICATED]
-        said = msgspec.msgpack.encode({one.key: one.digest for one in own})
-        found = [_decoder.decode(part) for part in self._session.gather(f"sharded/shared/{when}", said)]
+        said = msgspec.msgpack.encode(({one.key: one.digest for one in own}, states))
+        found = [_decoder.decode(part) for part in self._session.gather(f"sharded/alike/{when}", said)]
         if when == "loaded":
-            self._any = any(found)
+            self._any = any(parts for parts, _ in found)
+        self._note_states([states for _, states in found if states is not None])
         held = dict[bytes, set[bytes]]()
-        for one in found:
-            for key, digest in one.items():
+        for parts, _ in found:
+            for key, digest in parts.items():
                 held.setdefault(key, set()).add(digest)
         other = {key for key, digests in held.items() if len(digests) > 1}
         differing: dict[Kind, list[str]] = {kind: [] for kind in Kind if any(key[0] == kind for key in other)}
@@ -109,22 +129,11 @@ class SharedParts:
                 kept = kind is Kind.APART and self._kept_equal
                 self._session.note((_KEPT if kept else _NOTES[kind]).format(_some(names)))
 
-    def compare_states(self, when: str) -> None:
-        """Say so where ranks hold different values of which a checkpoint has one rank's; once for each kind of them.
-
-        Optimizers make their state in the first update, or later: on all ranks in the same one.
-        """
-        own = self._parts.states_of_one()
-        if own.keys() <= self._compared:
-            return
-        self._compared |= own.keys()
-        try:
-            parts = self._session.gather(f"sharded/states/{when}", msgspec.msgpack.encode(own))
-        except LastgaspError as error:  # a rank has just died, mostly
-            log.debug("the ranks could not compare what their optimizers hold: %s", error)
-            return
-        found = [msgspec.msgpack.decode(part, type=dict[str, bytes]) for part in parts]
-        if differing := sorted(key for key in set().union(*found) if len({one.get(key) for one in found}) > 1):
+    def _note_states(self, found: list[dict[str, bytes]]) -> None:
+        """Optimizers make their state in the first update, or later: not on all ranks in the same one."""
+        keys = set().union(*found) - self._noted
+        if differing := sorted(key for key in keys if len({one.get(key) for one in found}) > 1):
+            self._noted.update(differing)
             self._session.note(f"optimizers hold {', '.join(differing[:4])} as plain tensors or numbers that "
                                "differ between ranks, and a checkpoint has those of one rank: what resumes from it "
                                "is not bit-equal. Keep them as DTensors, like the parameters")  # fmt: skip

@@ -175,18 +175,16 @@ class ShardedSource(ShardedSaves):
         Args:
             compare: with what the other ranks hold, where all of them have completed the step.
         """
-        before, changed = self._cannot, False
+        before = self._cannot
         try:
-            changed, self._cannot = self.look(), ""
+            self.look()
+            self._cannot = ""
         except ValueError as error:
             why = error.value if isinstance(error, ConfigError) else error
             self._cannot = before or f"from step {small.step} on nothing can be saved: {why}"
         if self._cannot and not before:
             self.life.session.note(self._cannot)
-        if changed and compare:
-            self._shared.compare_states(str(small.step))
-        if compare and not self._cannot:
-            self._shared.updated(small.step)
+        self._shared.updated(small.step, together=compare, describable=not self._cannot)
         held = steps(self.arena.fd, self.arena.identity) if self.arena is not None else ()
         for step in self._kept.keys() - {small.step - 1, *held}:
             del self._kept[step]
@@ -195,9 +193,9 @@ class ShardedSource(ShardedSaves):
         self._extra = small.step, self._extra_states.step_over(small.step)
         self._completed = True
 
-    def look(self) -> bool:
+    def look(self) -> None:
         """As `Shards.look`. Raises ValueError: nothing can be saved of this step; says why."""
-        return self.shards.look()
+        self.shards.look()
 
     def fill(self, step: int) -> None:
         """Copy the parts into the arena, with the auxiliary state that was just captured. Never raises."""

@@ -7,12 +7,14 @@ in the source: names that an iteration may read before it sets them, and sets; a
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastgasp.pytorch.loop.positions_of_its_own import locals_of
 from lastgasp.pytorch.uservalues.kinds import is_users_module
@@ -34,8 +36,55 @@ Loop = ast.For | ast.AsyncFor | ast.While
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def carried_by(frame: FrameType | None, saved: Iterable[Any], counts: Iterable[int]) -> list[str]:
-    """Those of the loops around the line where a frame is, and around the calls that have led to it.
+class Place(NamedTuple):
+    """A line of a user's code where a frame is.
+
+    Attributes:
+        lost: names with a value there that a checkpoint does not have.
+    """
+
+    file: str
+    function: str
+    line: int
+    lost: frozenset[str]
+
+
+class CarriedNames:
+    """Finds and tells them on a thread of its own: it reads the script, whose disk may be slow.
+
+    Args:
+        tell: takes the text; it is not called where there is nothing to say.
+
+    Attributes:
+        looked: whether `look` was called; once is enough.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.looked, self._tell = False, tell
+        self._thread: threading.Thread | None = None
+
+    def look(self, frame: FrameType | None, saved: Iterable[Any], counts: Iterable[int]) -> None:
+        """Where a frame is; as `places_of`, whose values are looked at here. Never raises."""
+        self.looked = True
+        with contextlib.suppress(Exception):  # the user's values; a limit of threads
+            places = places_of(frame, saved, counts)
+            thread = threading.Thread(target=self._find, args=(places,), name="lastgasp-names", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def _find(self, places: list[Place]) -> None:
+        with contextlib.suppress(Exception):  # the user's source
+            if found := told(carried_at(places)):
+                self._tell(found)
+
+    def wait(self, seconds: float) -> None:
+        """Until it is told."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+
+def places_of(frame: FrameType | None, saved: Iterable[Any], counts: Iterable[int]) -> list[Place]:
+    """Of a frame, and of those that have called it.
 
     Args:
         saved: what `extra` has: a value that is in there, or goes by the same name, is not lost.
@@ -48,17 +97,24 @@ def carried_by(frame: FrameType | None, saved: Iterable[Any], counts: Iterable[i
         if isinstance(value, Number | str) and value not in (0, ""):
             held.add(value)
     held |= {count + off for count in counts for off in (-1, 0, 1) if count}
-    found = dict[str, None]()
+    found = list[Place]()
     for _ in range(_CALLERS):
         if frame is None:
             break
         if is_users_module(frame.f_globals.get("__name__", "")):
-            code = frame.f_code.co_name
-            values = frame.f_globals if code == "<module>" else frame.f_globals | locals_of(frame)
-            for name in _of_line(frame.f_code.co_filename, code, frame.f_lineno):
-                if name not in names and name in values and _is_lost(values[name], held, kept):
-                    found[name] = None
+            code = frame.f_code
+            values = frame.f_globals if code.co_name == "<module>" else frame.f_globals | locals_of(frame)
+            lost = {name for name, value in values.items() if name not in names and _is_lost(value, held, kept)}
+            found.append(Place(code.co_filename, code.co_name, frame.f_lineno, frozenset(lost)))
         frame = frame.f_back
+    return found
+
+
+def carried_at(places: Iterable[Place]) -> list[str]:
+    """Those of the loops around these lines. Reads the files."""
+    found = dict[str, None]()
+    for place in places:
+        found |= {name: None for name in _of_line(place.file, place.function, place.line) if name in place.lost}
     return list(found)
 
 

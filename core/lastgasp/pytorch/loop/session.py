@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar, Unpack
 from lastgasp.config import GaspConfig, HangTimeout, Recovery, arena_of, asked_recovery, integer
 from lastgasp.errors import ConfigError, UsageError
 from lastgasp.pytorch.common_directory import common_directory
-from lastgasp.pytorch.loop.carried_names import carried_by, told
+from lastgasp.pytorch.loop.carried_names import CarriedNames
 from lastgasp.pytorch.loop.data_pass import DataPass
 from lastgasp.pytorch.loop.drawn_ahead import DrawnAhead
 from lastgasp.pytorch.loop.inexact import COUNTED, DREW
@@ -31,6 +31,8 @@ from lastgasp.steps.settings import MarksConfig
 log = logging.getLogger("lastgasp")
 
 T = TypeVar("T")
+_NAMES = 1.0
+"""Seconds to wait at the end for what is told of the loop's names."""
 
 
 class Options(TypedDict, total=False):
@@ -98,7 +100,7 @@ class Session:
         """For `open`."""
         self._run, self._max = run, max_steps
         self._closed, self._restored, self._drew = False, b"", False
-        self._ahead, self._carried = DrawnAhead(run), False
+        self._ahead, self._carried = DrawnAhead(run), CarriedNames(self._tell_of_names)
         vars(self)["mark"] = run.engine.mark  # bypasses this class's method: a mark costs less than a call
 
     @classmethod
@@ -262,17 +264,17 @@ class Session:
         self._run.engine.progress("between")
 
     def _look_at_names(self, frame: FrameType | None) -> None:
-        """Once, where the loop is: what it carries in names of its own is said, and a resume has lost it."""
-        if self._carried:
+        """Where the loop is: what it carries in names of its own is said, and a resume has lost it."""
+        run = self._run
+        if self._carried.looked:
             return
-        self._carried, run = True, self._run
-        with contextlib.suppress(Exception):  # the user's source, and values
-            saved = [run.state.extra, *run.state.extra.values()]
-            found = told(carried_by(frame, saved, (run.step, run.book.epoch)))
-            if found and run.resumed is not None:
-                run.engine.note(found)
-            elif found and run.rank == 0:
-                log.info("%s", found)
+        self._carried.look(frame, [run.state.extra, *run.state.extra.values()], (run.step, run.book.epoch))
+
+    def _tell_of_names(self, found: str) -> None:
+        if self._run.resumed is not None:
+            self._run.engine.note(found)
+        elif self._run.rank == 0:
+            log.info("%s", found)
 
     def _check(self) -> None:
         if self._closed:
@@ -283,6 +285,7 @@ class Session:
     def close(self) -> None:
         """Training ended well. Idempotent; leaving the `with` block does it."""
         if not self._closed:
+            self._carried.wait(_NAMES)
             self._run.body_over()
             self._run.life.finish()
             self._closed = True
@@ -304,6 +307,7 @@ class Session:
                 raise
         elif not self._closed:
             self._closed = True
+            self._carried.wait(_NAMES)
             self._run.life.failed(error)
 
 

@@ -80,17 +80,17 @@ class ShardedLoop(ShardedSource):
         Returns:
             What happened since the last capture.
         """
-        self.keep(snapshot)
+        self.keep(snapshot, compare=not under_join(self._run.state))
         since: Since = self._run.capture_aux(snapshot.step, settled=False, at_end=True)
         self.fill(snapshot.step)
         self._run.capture_aux(snapshot.step, settled=True)
         return since
 
-    def look(self) -> bool:
+    def look(self) -> None:
         """As in the base; under torch's `Join` parts of one number of steps may be of different moments."""
         if under_join(self._run.state):
             raise ValueError("under torch's Join ranks may come to different numbers of steps, and each holds a part")
-        return super().look()
+        super().look()
 
     def fill(self, step: int) -> None:
         """As in the base."""
@@ -240,9 +240,7 @@ class ShardedLoop(ShardedSource):
         staged, own = None, b""
         try:
             if mine:
-                staged = Staged(
-                    target, self.layout, sha256=run.config.sha256, moved=partial(engine.progress, "save")
-                )
+                staged = Staged(target, self.layout, sha256=run.config.sha256, moved=partial(engine.progress, "save"))
                 own = self._write_periodic(staged, step)
         except Exception as error:  # also of the user's own objects
             failed(f"the part of rank {self.rank} of {target}", error)
@@ -278,4 +276,3 @@ class ShardedLoop(ShardedSource):
             failed(f"checkpoint {staged.target}", error)
             return b""
         return b"1"
-
