@@ -347,10 +347,24 @@ def test_a_second_kill_before_there_is_a_new_step_is_answered_in_place_as_well(
 
 
 @pytest.mark.full
+def test_a_new_process_that_dies_before_it_has_met_the_controller_is_replaced_as_well(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    """The survivor is in the hooks of its fit, with what it holds."""
+    directory = tmp_path / "d"
+    with disturbed(tmp_path, job(run, 2, directory, "--dies", "1"), KILL) as started:
+        pass
+    found, where = incidents(directory), started.output[-6000:]
+    assert [(one.ending, one.rung, one.steps_lost) for one in found] == [("in_place", "replace", 0)] * 2, (found, where)
+    assert len({pid for pid, _ in lines(directory, 0, "entered")}) == 1, where
+    assert [begun for _, begun in lines(directory, 1, "entered")] == ["0", "8"], where
+    check_same(directory, undisturbed(2))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("faults", "more"),
     [
-        pytest.param(KILL, ["--dies", "1"], id="the new process, which has met the others, but not the controller"),
         pytest.param(KILL, ["--dies", "0"], id="the only one that is there, at once"),
         pytest.param(f"{KILL};kind=exception,rank=1,step=8,phase=forward,incarnation=1", [], id="an exception"),
     ],

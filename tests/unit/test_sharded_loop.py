@@ -13,6 +13,7 @@ from torch import nn
 
 from lastgasp.errors import DeadlineExceeded
 from lastgasp.pytorch.loop import engine_loop, sharded_loop
+from lastgasp.pytorch.loop.again_here import AgainHere
 from lastgasp.pytorch.loop.engine_loop import EngineLoop
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.record import KEY, SHARDED_FILE
@@ -188,6 +189,25 @@ def test_hooks_of_models_made_outside_are_there_once_around_shards_too(monkeypat
         shards=SimpleNamespace(enter=lambda agreed, held: done.append("shards")), engine=SimpleNamespace(note=None),
     )  # fmt: skip
     assert again.fill() and done == ["objects", "shards"]
+
+
+@pytest.mark.parametrize("entering", [False, True])
+def test_what_was_held_is_held_on_while_hooks_of_the_user_s_precede_its_use(
+    entering: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer dies while this rank, back in its fit, is in a collective of a callback's: it has no step yet."""
+    kept = list[str]()
+    monkeypatch.setattr(AgainHere, "__init__", lambda self, run, *_: setattr(self, "run", run))
+    monkeypatch.setattr(AgainHere, "keep", lambda self, again: kept.append("this run's"))
+    life = SimpleNamespace(
+        before_again=lambda again: kept.append("what was held"), session=SimpleNamespace(status=SimpleNamespace())
+    )
+    run: Any = SimpleNamespace(life=life, shards=SimpleNamespace(entering=entering))
+    order: Any = None
+    for held in (SimpleNamespace(life=life), SimpleNamespace(life=None), None):
+        again: Any = ShardsAgain(run, order, order, held)  # type: ignore[arg-type]
+        again.keep(order)
+    assert kept == ["this run's" if entering else "what was held", "this run's", "this run's"]
 
 
 def test_a_device_s_state_takes_no_memory_of_the_host_before_a_copy_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

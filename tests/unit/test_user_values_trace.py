@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from operator import is_
 from typing import Any
@@ -349,3 +351,23 @@ def test_checks_are_no_other_thing() -> None:
     assert changes([]) is None
     rows = [Row(value, "list", [1], "x")]
     assert rows[0].content == value
+
+
+def test_once_it_is_let_go_of_nothing_of_the_training_is_held_and_values_can_be_put_back() -> None:
+    """A hook that was wrapped for a fit holds the fit, and with it the memory of the model."""
+    model = torch.zeros(2)
+    fit: Any = Holder(model=model)
+    user: Any = Holder(count=1, hook=lambda held=fit: held)
+    values = UserValues([Root("user", user)], [model])
+    values.take()
+    values.take()
+    gone = [weakref.ref(fit), weakref.ref(model)]
+    values.let_go()
+    del fit, model, user.hook
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+    user.count = 2
+    values.put_back()
+    assert user.count == 1
+    values.take()
+    assert not values.refused

@@ -61,6 +61,7 @@ class ShardedSource(ShardedSaves):
 
     Attributes:
         shards: once `describe` was called.
+        entering: whether `enter_again` was called: what was held goes with this training.
         durable: the newest step on disk, where training begins with what was left in arenas; else None.
 
     Raises:
@@ -139,6 +140,7 @@ class ShardedSource(ShardedSaves):
 
     # -- what a subclass says -----------------------------------------------------------------------------
 
+    entering = False
     kept_equal = False
     """The user says that ranks which no mesh joins are kept equal all the same."""
 
@@ -246,7 +248,7 @@ class ShardedSource(ShardedSaves):
         Raises:
             BadArena, ControlError, DeadlineExceeded: as `taken_by_all`, and what `take` raises.
         """
-        known = None
+        self.entering, known = True, None
         if held is None:
             there = (again.arenas or ())[again.lost.index(self.rank)]
         else:

@@ -335,7 +335,12 @@ class LightningAgain(AgainHere):
             return b""
 
     def state(self) -> UserValues | None:
-        """Plain values, which `put_back` gives back once more when hooks have run."""
+        """Plain values, which `put_back` gives back once more when hooks have run.
+
+        Of the entry that is over they hold neither its optimizers nor sharded parameters: there may be no room for two.
+        """
+        if self._kept is not None:
+            self._kept.let_go()
         return self._kept
 
     def put_back(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgasp.adapter import Contact, ManifestWriter, NotSaveable, Place
-from lastgasp.adapter.again import Again, Memory, PartsAgain, UserValues
+from lastgasp.adapter.again import Again, Memory, PartsAgain
 from lastgasp.adapter.arenas import Arena
 from lastgasp.adapter.sharded import HeldShards, let_go
 from lastgasp_lightning.again import LightningAgain, gasp_path
@@ -108,10 +108,3 @@ class LightningPartsAgain(PartsAgain, LightningAgain):
     def reach(self) -> Callable[[Place], Contact | None]:
         """Its launcher's controller."""
         return partial(connect_nodes, self.run.trainer.num_nodes)
-
-    def state(self) -> UserValues | None:
-        """As in the base; without the parameters, of which there may be no room for two."""
-        found = super().state()
-        if found is not None:
-            found.left_out.clear()
-        return found

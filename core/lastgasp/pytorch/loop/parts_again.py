@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lastgasp.adapter.run import AdapterRun
+from lastgasp.checkpoint.writer import ManifestWriter
 from lastgasp.gasp.again import Again
 from lastgasp.pytorch.loop.again_here import AgainHere, TakenAlong, joined, rejoin, save_alone
 from lastgasp.pytorch.loop.memory import Held, Memory
@@ -20,6 +22,25 @@ class PartsAgain(AgainHere):
     No copy of the state is made for it, but where the arena holds an older step than the live state. The run's
     attribute `shards` is its `ShardedSource`. A base of a framework's class goes behind this one.
     """
+
+    def __init__(
+        self, run: Any, make: Callable[[Place, Any], AdapterRun], writer: ManifestWriter, held: Held | None
+    ) -> None:
+        once_more = run.life.before_again if held is not None and held.life is not None else None
+        super().__init__(run, make, writer, held)
+        self._once_more: Callable[[Again], None] | None = once_more
+
+    def keep(self, again: Again) -> None:
+        """As in the base; until this run begins with what was held, which some hooks precede, that is kept as it is.
+
+        Raises:
+            NotSaveable: as in the base.
+        """
+        if self._once_more is None or self.run.shards.entering:
+            super().keep(again)
+        else:
+            self.run.life.session.status.cannot_again = str  # which does not keep the model alive
+            self._once_more(again)
 
     def ready(self) -> None:
         """What was held is in this run's arena by now."""

@@ -121,6 +121,12 @@ class UserValues:
             long.verified = long.verified or not long.changed()
         self._verifying += self._clock() - began
 
+    def let_go(self) -> None:
+        """The training is over, and nothing of it is kept in memory but what `put_back` needs: `take` begins anew."""
+        self.left_out.clear()
+        self.seen.clear()
+        self._trace = None
+
     def note(self) -> str:
         """What is not kept although it may change, in one line; empty if all is kept."""
         named = [f"{label} ({name})" for label, name in self.unknown.items()]
