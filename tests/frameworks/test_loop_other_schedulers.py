@@ -26,6 +26,8 @@ from torch.optim.lr_scheduler import (
 
 from frameworks.loop_rig import Cut, NewProcesses, in_process, loader
 from lastgasp.pytorch import Session, TorchState
+from lastgasp.pytorch.loop import other_scalers
+from lastgasp.pytorch.loop.other_schedulers import within
 
 INIT = LRScheduler.__init__
 FORGOTTEN, NOT_AGAIN = "that is not in TorchState sets the learning rates", "were not made again before the data"
@@ -162,3 +164,27 @@ def test_a_grad_scaler_that_was_forgotten_is_named(
                 used.update()
     assert caplog.text.count("a GradScaler is used that is not in TorchState") == (given == "not at all")
     assert other.get_scale() == 2.0**16
+
+
+def test_what_is_not_used_costs_no_look_at_what_extra_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scaler = nn.Linear(4, 3), GradScaler("cpu", enabled=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    state = TorchState(model, optimizer, scaler=scaler, extra={"best": {"loss": 1.0}})
+    with Session.open(tmp_path, state=state) as s:
+        monkeypatch.setattr(other_scalers, "within", None)
+        for _ in s.epochs(1):
+            for _ in s.batches(loader()):
+                scaler.scale(model(torch.zeros(1, 4)).sum()).backward()
+                scaler.step(optimizer)
+    assert s.step == len(loader())
+
+
+def test_a_look_at_what_extra_has_ends() -> None:
+    """Hundreds of millions of values, by way of a hundred objects."""
+    scheduler = StepLR(SGD(nn.Linear(1, 1).parameters(), lr=0.1), 1)
+    value: Any = [scheduler, *(object() for _ in range(99))]
+    for _ in range(4):
+        value = [value] * 100
+    assert list(within(value[0], LRScheduler)) == [scheduler]
+    wide: Any = [[[object() for _ in range(100)] for _ in range(100)] for _ in range(100)]
+    assert len(list(within(wide, object))) == 10_000

@@ -42,10 +42,11 @@ class OtherScalers:
         """A step is complete."""
         if not self._seen:
             return
-        known = {id(self._state.scaler)} | {id(one) for one in within(list(self._state.extra.values()), GradScaler)}
         used = [one for one in (seen() for seen in self._seen) if one is not None and _used(one)]
-        if used:
-            self._seen = [seen for seen in self._seen if not _used(seen())]
+        if not used:
+            return
+        self._seen = [seen for seen in self._seen if not _used(seen())]
+        known = {id(self._state.scaler)} | {id(one) for one in within(list(self._state.extra.values()), GradScaler)}
         if any(id(one) not in known for one in used):
             self._note(FORGOTTEN)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -35,8 +38,9 @@ NOT_AGAIN = (
 """Note of a resumed run."""
 _MAKERS = (LRScheduler, SequentialLR, ChainedScheduler, ReduceLROnPlateau)
 """Classes of torch whose `__init__` calls no other of these."""
-_DEEP = 4
-"""So deep are schedulers looked for in objects of the state."""
+_DEEP, _WIDE, _MOST = 4, 100, 10_000
+"""So deep are schedulers looked for in objects of the state, in so many items of each, and in so many in all."""
+_PLAIN = (int, float, str, bytes, NoneType)
 _Saved = tuple[str, dict[str, Any]]
 
 
@@ -163,16 +167,25 @@ def kinds(kind: type) -> Iterator[type]:
         yield from kinds(one)
 
 
-def within(value: Any, wanted: type, deep: int = _DEEP) -> Iterator[Any]:
-    """Objects of a class in containers and attributes of the user's objects, and in each other."""
-    if isinstance(value, wanted):
-        yield value
-    elif deep <= 0 or isinstance(value, Tensor | nn.Module | Optimizer | type | str | bytes):
-        return
-    held: Any = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {})
-    inside: list[Any] = list(held.values() if isinstance(held, dict) else held)
-    for one in inside[:100] if deep > 0 else ():
-        yield from within(one, wanted, deep - 1)
+def within(value: Any, wanted: type) -> Iterator[Any]:
+    """Objects of a class in containers and attributes of the user's objects, and in each other; as far as `_DEEP` and
+    `_MOST` allow.
+    """
+    waiting = deque([(value, _DEEP)])
+    looked = set[int]()
+    while waiting and len(looked) < _MOST:
+        one, deep = waiting.popleft()
+        if id(one) in looked:
+            continue
+        looked.add(id(one))
+        if isinstance(one, wanted):
+            yield one
+        elif isinstance(one, Tensor | nn.Module | Optimizer | type | str | bytes):
+            continue
+        held: Any = one if isinstance(one, dict | list | tuple) else getattr(one, "__dict__", {})
+        if deep > 0 and held:
+            inside = islice(held.values() if isinstance(held, dict) else held, _WIDE)
+            waiting.extend((each, deep - 1) for each in list(inside) if not isinstance(each, _PLAIN))
 
 
 def _outermost(found: Iterator[Any]) -> list[Any]:
