@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from support.again_faults import note
 GATE = 5
 """Completed steps after which the ranks wait for the file `go`: faults come behind it."""
 STEPS = 14
+_optimizers: list[weakref.ref[Any]] = []
 LINGER = 15.0
 """Seconds that a thread may take to end; a rank that does not enter again in 40 s is given up."""
 
@@ -103,7 +106,9 @@ class Diary(Callback):
         self._ends, self._stuck = args.ends, args.stuck
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The process group is there; ours has not connected yet."""
+        """The process group is there; ours has not connected yet. What trained before is gone: it takes memory."""
+        gc.collect()
+        assert all(one() is None for one in _optimizers), "the optimizers of the entry before are in memory still"
         if (os.environ["RANK"], os.environ.get("LASTGASP_INCARNATION")) == (self._dies, "1"):
             note(self._directory, f"died {os.getpid()}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -119,6 +124,7 @@ class Diary(Callback):
         deadline = time.monotonic() + LINGER
         while (more := held_more(ENTERED.held)) and time.monotonic() < deadline:  # a thread may be ending
             time.sleep(0.05)
+        _optimizers[:] = [weakref.ref(one) for one in trainer.optimizers]
         ENTERED.entries += 1
         if ENTERED.entries > 1:
             ENTERED.held = ENTERED.held or held()
@@ -142,6 +148,7 @@ class Diary(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The fit is over."""
+        _optimizers.clear()
         note(self._directory, f"ended {os.getpid()} {trainer.global_step}")
 
 

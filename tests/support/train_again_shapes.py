@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from support.again_faults import note
 GATE, FAULT, STEPS = 5, 8, 12
 """Completed steps after which the ranks wait for the file `go`, and after which the fault comes; all steps."""
 Args = argparse.Namespace
+_made: list[weakref.ref[nn.Module]] = []
 Step = Callable[[Tensor], None]
 
 
@@ -76,7 +79,9 @@ def drawn() -> Iterator[list[Tensor]]:
 
 
 def begin() -> None:
-    """The process group, and random numbers of this rank's own."""
+    """The process group, and random numbers of this rank's own. What the call before has made is gone by then."""
+    gc.collect()
+    assert all(one() is None for one in _made), "a model of the call before is in memory still"
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(100 + dist.get_rank())
@@ -86,7 +91,9 @@ def small(seed: int = 3) -> nn.Module:
     """Draws random numbers in each step."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 8))
+        net = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 8))
+    _made.append(weakref.ref(net))
+    return net
 
 
 def loop(args: Args, s: Session, batches: Any, step: Step) -> None:

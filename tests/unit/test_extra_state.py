@@ -123,7 +123,7 @@ def test_a_survivor_of_a_sharded_model_saves_that_of_the_step(
     )
     source._extra_states = ExtraStates(source.shards.extra_modules)
     source._kept, source.arena, source.durable, source._completed, source.rank = {}, None, None, False, 0
-    source._cannot, source._shared = "", SimpleNamespace(updated=lambda step: None, alike=True)
+    source._cannot, source._shared = "", SimpleNamespace(updated=lambda step, **_: None, alike=True)
     source.life = SimpleNamespace(session=SimpleNamespace(note=notes.append))
     for name in ("require", "capture", "buffers"):
         monkeypatch.setattr(source, name, lambda *_: b"")

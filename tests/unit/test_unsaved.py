@@ -14,11 +14,11 @@ from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lastgasp.pytorch import TorchState
+from lastgasp.pytorch.held_gradients import HeldGradients
 from lastgasp.pytorch.loop.kept_hooks import next_hook
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.not_saved import NotSaved
 from lastgasp.pytorch.unsaved import (
-    HeldGradients,
     LeftGradients,
     Unsaved,
     UnsavedData,
@@ -513,6 +513,9 @@ def test_gradients_that_are_used_in_a_later_step_are_named(kind: str, named: str
     assert (f": {named}. " in held.note()) == bool(named)
     assert bool(held.note()) == bool(named)
     assert len(two[0]._optimizer_step_pre_hooks) + len(two[1]._optimizer_step_pre_hooks) <= 1
+    held.backward_begins()  # a fault in the backward pass ends this training
+    held.remove()
+    assert not two[0]._optimizer_step_pre_hooks and not two[1]._optimizer_step_pre_hooks
 
 
 class Wrapped(SGD):

@@ -31,6 +31,7 @@ from lastgasp.pytorch.faulty import Closure, Step, at_first_bytes, hook_model, h
 from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.from_files import EnteredFromFiles, Files
 from lastgasp.pytorch.gasp_source import GaspSource
+from lastgasp.pytorch.held_gradients import HeldGradients
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
 from lastgasp.pytorch.loop.copies import Copies, address
 from lastgasp.pytorch.loop.faults import install_faults
@@ -71,7 +72,7 @@ from lastgasp.pytorch.rng import as_tensor
 from lastgasp.pytorch.staged import StagedGasp, contribute, publish, stage, with_added
 from lastgasp.pytorch.statedigest import digest, digests_of
 from lastgasp.pytorch.stepranges import Open, StepRanges
-from lastgasp.pytorch.unsaved import HeldGradients, Unsaved, UnsavedData, UnsavedOptimizers, users_parts
+from lastgasp.pytorch.unsaved import Unsaved, UnsavedData, UnsavedOptimizers, users_parts
 from lastgasp.pytorch.weight_modes import EXCHANGED, patch_group, which_weights
 from lastgasp.trailer import split_trailer, with_trailer
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from torch.utils.hooks import RemovableHandle
 
 from lastgasp.pytorch.as_set import settings_of
 from lastgasp.pytorch.extrastate import has_extra_state
@@ -82,7 +81,7 @@ class Unsaved:
         if not changed:
             return ""
         what = "modules" if self._roots is None else "objects"
-        return (f"training has changed what {what} keep beside their state: {_some(changed)}. No "
+        return (f"training has changed what {what} keep beside their state: {some(changed)}. No "
                 "checkpoint holds it, so a process that begins anew has the script's. Persistent buffers are saved, "
                 f"and so is what {self._saved} returns")  # fmt: skip
 
@@ -167,7 +166,7 @@ class UnsavedData:
         except Exception:  # the user's objects, which training may be changing at this moment
             return ""
         return (
-            f"training has changed what gives its data: {_some(changed)}. No checkpoint holds that: a process that "
+            f"training has changed what gives its data: {some(changed)}. No checkpoint holds that: a process that "
             "begins anew has the script's, and one that goes on may have the step twice that is done again"
         ) if changed else ""  # fmt: skip
 
@@ -201,7 +200,7 @@ class UnsavedOptimizers:
              "saved") if self._not_asked else
             ("their state_dict lacks", "Give the optimizer a state_dict and a load_state_dict that have it")
         )  # fmt: skip
-        what = f"optimizers hold what {lacks}: {_some(changed)}. A resumed run begins without it. {remedy}"
+        what = f"optimizers hold what {lacks}: {some(changed)}. A resumed run begins without it. {remedy}"
         return what if changed else ""
 
     def _values(self) -> Iterator[tuple[str, bytes]]:
@@ -258,80 +257,9 @@ class LeftGradients:
         """As of `Unsaved`."""
         return (
             "gradients of parameters that are in no optimizer are in no checkpoint, and stay from step to step: "
-            f"{_some(self._left)}. Unless they are set to zero in between, a resumed run begins without them, and "
+            f"{some(self._left)}. Unless they are set to zero in between, a resumed run begins without them, and "
             "differs where they count (clip_grad_norm_). Freeze these parameters, or call model.zero_grad()"
         ) if self._left else ""  # fmt: skip
-
-
-class HeldGradients:
-    """Gradients that one step leaves for an update of a later one: of an optimizer that is stepped less often than
-    another, or where nothing clears them between two updates.
-
-    Looked for behind steps 1, 2, 4, 8, ...: which are there, and not zeros, when the next backward pass begins, and are
-    the same tensors when their optimizer uses them. What is cleared before its own backward pass is another by then, or
-    zeros when that pass begins.
-
-    Args:
-        parameters: with their names.
-        optimizers: torch's.
-    """
-
-    def __init__(
-        self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> None:
-        self._names = {id(parameter): name for name, parameter in parameters}
-        self._optimizers = list(optimizers)
-        self._steps, self._due = 0, False
-        self._used: list[RemovableHandle] = []
-        self._left: list[list[tuple[Tensor, weakref.ref[Tensor]]]] = []
-        self._found: list[str] = []
-
-    def step_over(self) -> None:
-        """A step is complete."""
-        self._steps += 1
-        self._left = []
-        self._due = not self._steps & (self._steps - 1)
-        while self._used:  # torch is iterating over the hooks while it calls one
-            self._used.pop().remove()
-
-    def backward_begins(self) -> None:
-        """Call before each backward pass."""
-        if not (self._due or self._left) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            return
-        for before in self._left:
-            before[:] = [(one, ref) for one, ref in before if (grad := one.grad) is ref() and _counts(grad)]
-        if not self._due:
-            return
-        self._due = False
-        for optimizer in self._optimizers:
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            left = [(one, weakref.ref(one.grad)) for one in parameters if one.grad is not None and _counts(one.grad)]
-            if left and hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not of one that wraps another one
-                self._look_again(optimizer, left)
-
-    def note(self) -> str:
-        """As of `Unsaved`."""
-        return (
-            f"gradients that a step leaves for an update of a later one are in no checkpoint: {_some(self._found)}. "
-            "Unless they are set to zero in between, a fault there loses them. Clear them, or use them, in their step"
-        ) if self._found else ""  # fmt: skip
-
-    def _look_again(self, optimizer: torch.optim.Optimizer, left: list[tuple[Tensor, weakref.ref[Tensor]]]) -> None:
-        def uses(*_: Any) -> None:
-            self._used.append(handle)
-            used = [self._names.get(id(one), "?") for one, grad in left if one.grad is not None and one.grad is grad()]
-            self._found += [name for name in used if name not in self._found]
-
-        self._left.append(left)
-        handle = optimizer.register_step_pre_hook(uses)
-
-
-def _counts(gradient: Tensor | None) -> bool:
-    own = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: no rank waits for another here
-    try:
-        return own is not None and own.layout is torch.strided and bool(own.any())
-    except RuntimeError:  # of a type that torch cannot ask
-        return False
 
 
 def note_on_hooks(models: Iterable[Any]) -> str:
@@ -357,7 +285,8 @@ def _changes_of(optimizer: torch.optim.Optimizer) -> int:
     return len(states) + sum(value._version for value in states if isinstance(value, Tensor))
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first ones, for a note."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
-from lastgasp.adapter import Place, choose_backend, launched, recovery_here
+from lastgasp.adapter import Contact, Place, choose_backend, launched, recovery_here
 from lastgasp.adapter.again import (
     INCARNATION,
     NEW,
@@ -55,7 +55,7 @@ from lastgasp_lightning.kept import KeptTrainer
 from lastgasp_lightning.logversions import leave
 from lastgasp_lightning.metrics import is_own, is_summed
 from lastgasp_lightning.metrics_again import LOST_OBJECTS, accumulated
-from lastgasp_lightning.ranks import connect, is_sharded_by
+from lastgasp_lightning.ranks import connect_nodes, is_sharded_by
 from lastgasp_lightning.resume import LOST, LOST_ALONE, extra_of, logged
 from lastgasp_lightning.state import KEY
 from lastgasp_lightning.tuner import is_smoke_test
@@ -376,9 +376,9 @@ class LightningAgain(AgainHere):
         directory, number = self.run.config.directory, self.run.fit.number()
         return lambda step: gasp_path(directory, step, number)
 
-    def contact(self, place: Place) -> Any:
+    def reach(self) -> Callable[[Place], Contact | None]:
         """Its launcher's controller."""
-        return connect(self.run.trainer, place)
+        return functools.partial(connect_nodes, self.run.trainer.num_nodes)
 
     def nbytes(self) -> int:
         """Of the module, its averages and the optimizers' states."""

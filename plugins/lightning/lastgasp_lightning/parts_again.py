@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lastgasp.adapter import Contact, ManifestWriter, NotSaveable, Place
+from lastgasp.adapter import ManifestWriter, NotSaveable
 from lastgasp.adapter.again import Again, Memory, PartsAgain
 from lastgasp.adapter.arenas import Arena
 from lastgasp.adapter.sharded import HeldShards, let_go
 from lastgasp_lightning.again import LightningAgain, gasp_path
 from lastgasp_lightning.checkpoint_io import SHARDED
 from lastgasp_lightning.leaving import Restored
-from lastgasp_lightning.ranks import connect_nodes
 from lastgasp_lightning.sharded import META, OWN
 
 _MORE = "more"
@@ -104,7 +102,3 @@ class LightningPartsAgain(PartsAgain, LightningAgain):
         let_go(self.run.trainer.strategy.model)
         super().let_go(again)
         return []
-
-    def reach(self) -> Callable[[Place], Contact | None]:
-        """Its launcher's controller."""
-        return partial(connect_nodes, self.run.trainer.num_nodes)

@@ -240,6 +240,7 @@ class LightningRun(Training):
             kept.begun = self.unsaved.since(kept.begun)
         self._optimizers = UnsavedOptimizers(self.trainer.optimizers, sharded=self.shards is not None)
         self._gradients = HeldGradients(self.trainer.lightning_module.named_parameters(), self.trainer.optimizers)
+        life.on_close(self._gradients.remove)
         self._source: StateSource = source
         durable = self._again_here.durable(step) if self.selector.resumed else 0
         if self._again_here.enters:

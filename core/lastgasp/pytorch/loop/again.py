@@ -29,6 +29,7 @@ from lastgasp.pytorch.loop.kept_hooks import next_hook
 from lastgasp.pytorch.loop.kept_random import KeptRandom
 from lastgasp.pytorch.loop.memory import Held, Memory
 from lastgasp.pytorch.loop.sigterm_between import SigtermBetween
+from lastgasp.pytorch.loop.state import TorchState
 
 log = logging.getLogger("lastgasp")
 
@@ -257,8 +258,8 @@ def _once_more(entry: Entry, held: Held, again: Again) -> None:
 def _renew(entry: Entry, held: Held) -> None:
     if entry.objects is not None:
         entry.objects.renew(held.state)
-    if held.again.arenas is not None:
-        held.state = None  # with the model
+    if held.again.arenas is not None or isinstance(held.state, TorchState):
+        held.state = None  # with the model, of which there may be no room for two
 
 
 def received(held: Held) -> Memory:

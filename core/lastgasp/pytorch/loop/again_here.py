@@ -136,8 +136,8 @@ class AgainHere:
         """Where the gasp of a step would stand; outlives the run, and must not keep it alive."""
         raise NotImplementedError
 
-    def contact(self, place: Place) -> Any:
-        """How a rank that has left its process group reaches the controller."""
+    def reach(self) -> Callable[[Place], Any]:
+        """How the next incarnation reaches its controller; keeps nothing of the run alive."""
         raise NotImplementedError
 
     def let_go(self, again: Again) -> list[Any]:
@@ -225,14 +225,14 @@ class AgainHere:
             raise
 
     def _keep(self, again: Again, between: SigtermBetween) -> None:
-        run, memory, enters, alone = self.run, None, None, None
+        run, memory, enters, alone, inner = self.run, None, None, None, None
         status = run.life.session.status
         self.before_dump(again.step)
         if run.place.rank not in again.takers:
             memory, place = self._memory_of(again), place_after(run.place, again)
             known = TakenAlong((status.recovery, status.fewer), memory.durable, run.life.alike)
-            source, join = self.source_of(memory, place), partial(joined, self._make, self.contact)
-            enters = partial(rejoin, join, place, FromMemory(memory.step, source), known)
+            source, join = self.source_of(memory, place), partial(joined, self._make, self.reach())
+            enters, inner = partial(rejoin, join, place, FromMemory(memory.step, source), known), source
             alone = partial(save_alone, run.life, FromMemory(memory.step, source))
         held = Held(
             again.for_rank(run.place.rank),
@@ -246,6 +246,8 @@ class AgainHere:
             between=between,
             alone=alone,
         )
+        # Nothing keeps this run alive: there may be no room for two models.
+        run.life.source.inner, status.cannot_again = inner, str
         run.entry.keep(held)
 
     def _memory_of(self, again: Again) -> Memory:
@@ -278,6 +280,9 @@ class AgainHere:
         """Saves what is in `memory`, as the rank that this one is at `place`."""
         config, alike = self.run.config, self.run.life.alike
         own, writer = memory.checkpoint[KEY]["small"].get(place.rank), self._writer
+        fit = writer.fit() if writer.fit is not None else None
+        if fit is not None:
+            writer = replace(writer, fit=lambda: fit)
         if place.world_size != writer.place.world_size:
             writer = replace(writer, place=place)
         found = GaspSource(
@@ -352,9 +357,9 @@ class LoopAgain(AgainHere):
             if enters and self.run.place.rank == 0:
                 self.run.engine.note(elastic.told)
 
-    def contact(self, place: Place) -> Any:
+    def reach(self) -> Callable[[Place], Any]:
         """Its launcher's controller."""
-        return connect(place)
+        return connect
 
     def let_go(self, again: Again) -> list[Any]:
         """The function makes its wrappers itself, and drops them."""

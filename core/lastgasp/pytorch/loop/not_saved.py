@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lastgasp.pytorch.held_gradients import HeldGradients
 from lastgasp.pytorch.loop.kept_objects import KeptObjects
 from lastgasp.pytorch.loop.parts import ddp_of, under_join
 from lastgasp.pytorch.loop.unlike import AddedGroups, MadeBuffers
 from lastgasp.pytorch.unsaved import (
-    HeldGradients,
     LeftGradients,
     Unsaved,
     UnsavedData,
@@ -43,7 +43,7 @@ class NotSaved:
         self._gradients = LeftGradients(modules, state.optimizers.values()) if state.engine is None else None
         trained = state.optimizers.values() if state.engine is None else ()
         self._held = HeldGradients(modules.named_parameters(), trained)
-        self.backward_begins = self._held.backward_begins
+        self.backward_begins, self.remove = self._held.backward_begins, self._held.remove
         self._loaders: list[object] = []
         self._made = MadeBuffers(state.container) if state.engine is None else None
         self._added = AddedGroups(state.optimizers.values() if state.engine is None else ())

@@ -64,10 +64,6 @@ class PartsAgain(AgainHere):
         """Without the parts of missing ranks nobody can go on."""
         return False
 
-    def reach(self) -> Callable[[Place], Any]:
-        """As `contact`, but keeps nothing of the run alive."""
-        raise NotImplementedError
-
     def beside(self, again: Again, held: Any) -> Memory | None:
         """What is handed to a new process besides the dead one's arena, if anything; held: `ShardedSource.held`."""
         return None

@@ -61,8 +61,7 @@ class Run:
     """One session's work. The engine's threads call `dump` and `recorder.read`, the training thread all others.
 
     Args:
-        state: the user's.
-        config: the engine's settings; marks: what is marked.
+        state: the user's; config: the engine's settings; marks: what is marked.
         every: steps between periodic checkpoints; 0 makes none.
         how: a fault may be answered in place, and which steps of a sharded model are copied.
 
@@ -166,6 +165,7 @@ class Run:
         self.moving = MovingParameters.of(state, self.engine.note, self.recorder.queued.mark)
         self.marks = LoopMarks(state, self.engine, self.step + 1, self._backward_over, self.not_saved.backward_begins)
         life.on_close(self.marks.close)
+        life.on_close(self.not_saved.remove)
         life.on_close(install_faults(self))
         again_here, device = self._again_here, str(next(iter(state.devices()), "cpu"))
         again_here.ready()

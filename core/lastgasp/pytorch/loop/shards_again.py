@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lastgasp.gasp.again import Again
 from lastgasp.pytorch.loop.again_here import LoopAgain
 from lastgasp.pytorch.loop.held_parts import HeldParts
 from lastgasp.pytorch.loop.parts_again import PartsAgain
-from lastgasp.pytorch.loop.ranks import connect
 from lastgasp.pytorch.sharded.flat import let_go
-from lastgasp.topology import Place
 
 
 class ShardsAgain(PartsAgain, LoopAgain):
@@ -34,7 +31,3 @@ class ShardsAgain(PartsAgain, LoopAgain):
         for model in self.run.state.modules.values():
             let_go(model)
         return super().let_go(again)
-
-    def reach(self) -> Callable[[Place], Any]:
-        """Its launcher's controller."""
-        return connect
