@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from frameworks.loop_rig import Masters
+from frameworks.test_loop_schedulers import WarmUp
 from lastgasp.errors import NotSaveable
+from lastgasp.pytorch.owncopy import schedule_of
 from lastgasp_lightning.boundary import reorder
 from lastgasp_lightning.resume import Resume
 from lastgasp_lightning.state import LightningState
@@ -216,6 +218,10 @@ class Model(L.LightningModule):
         if self.kind == "onecycle":
             one = schedulers.OneCycleLR(optimizer, 0.05, total_steps=200)
             return {"lr_scheduler": {"scheduler": one, "interval": "step"}}
+        if self.kind == "warm_up":
+            then = WarmUp(optimizer, 3, schedulers.ExponentialLR(optimizer, 0.8))
+            then.after.model = self
+            return {"lr_scheduler": {"scheduler": then, "interval": "step"}}
         if self.kind == "epoch":
             return {"lr_scheduler": schedulers.ExponentialLR(optimizer, 0.5)}
         if self.kind in ("plateau", "plateau_train"):
@@ -346,7 +352,7 @@ class Outcome:
         return {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.trainer.optimizers],
-            "schedulers": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs],
+            "schedulers": [schedule_of(c.scheduler) for c in self.trainer.lr_scheduler_configs],
             "callbacks": [
                 c.state_dict()
                 for c in self.trainer.callbacks
@@ -406,6 +412,8 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         return [] if isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b) else [path]
     if isinstance(a, np.ndarray):
         return [] if np.array_equal(a, b) else [path]
+    if isinstance(a, torch.optim.lr_scheduler.LRScheduler):
+        return differences(vars(a), vars(b), path)
     if isinstance(a, dict):
         if not isinstance(b, dict) or a.keys() != b.keys():
             return [f"{path} keys"]

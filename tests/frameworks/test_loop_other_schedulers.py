@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from frameworks.loop_rig import Cut, NewProcesses, in_process, loader
+from frameworks.test_loop_schedulers import WarmUp
 from lastgasp.pytorch import Session, TorchState
 from lastgasp.pytorch.loop import other_scalers
 from lastgasp.pytorch.loop.other_schedulers import within
@@ -39,6 +40,14 @@ def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_process(monkeypatch, NewProcesses())
 
 
+class Without(StepLR):
+    """Has no state for anybody."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises."""
+        raise RuntimeError("it is in a database")
+
+
 MADE: dict[str, Callable[[Any], Any]] = {
     "linear": lambda optimizer: LinearLR(optimizer, 0.001, total_iters=4),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=12),
@@ -48,6 +57,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer, 0.1), StepLR(optimizer, 2, 0.5)]),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)),
     "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
+    "warm-up": lambda optimizer: WarmUp(optimizer, 4, LambdaLR(optimizer, lambda n: 1 / (1 + n))),
 }
 
 
@@ -86,6 +96,15 @@ def test_one_that_the_first_epoch_makes_goes_on(
     assert train(99, tmp_path / "cut") == whole[at:]
     assert FORGOTTEN not in caplog.text and NOT_AGAIN not in caplog.text
     assert LRScheduler.__init__ is INIT
+
+
+def test_one_whose_state_cannot_be_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = SGD((model := nn.Linear(4, 3)).parameters(), lr=0.1)
+    with Session.open(tmp_path, state=TorchState(model, optimizer), every=1) as s:
+        for _ in s.epochs(1):
+            one_epoch(s, optimizer, Without(optimizer, 2), 99, [])
+        assert s.step > 2
+    assert FORGOTTEN in caplog.text and "Without" in caplog.text
 
 
 def test_one_that_is_made_anew_in_each_epoch_goes_on(tmp_path: Path) -> None:

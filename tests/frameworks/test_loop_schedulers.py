@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.optim.swa_utils import SWALR
 
 from frameworks.loop_rig import NewProcesses, in_process
 from lastgasp.pytorch import Session, TorchState
-from lastgasp.pytorch.owncopy import own_copy
+from lastgasp.pytorch.owncopy import own_copy, schedule_of
 
 STEPS = 14
 
@@ -45,6 +46,40 @@ class Own(lr.LRScheduler):
         return [float(base) / (1 + sum(self.history)) for base in self.base_lrs]
 
 
+class WarmUp(lr.LRScheduler):
+    """Goes over to another one, as GradualWarmupScheduler as it is published."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, after: Any) -> None:
+        self.steps, self.after, self.over = steps, after, False
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Rises; then that of the other one."""
+        self.over = self.last_epoch > self.steps
+        rates: list[float] = [float(base) * self.last_epoch / self.steps for base in self.base_lrs]
+        return self.after.get_last_lr() if self.over else rates
+
+    def step(self, epoch: int | None = None) -> None:
+        """One of the two."""
+        if not self.over:
+            super().step()
+        else:
+            self.after.step()
+            self._last_lr, self.last_epoch = self.after.get_last_lr(), self.last_epoch + 1
+
+
+class Follows(lr.LRScheduler):
+    """Follows a weight of the model."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.model, self.others = model, {"made": [optimizer]}
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Smaller for greater weights."""
+        return [float(base) / (1 + float(next(self.model.parameters()).detach().abs().sum())) for base in self.base_lrs]
+
+
 def sequential(o: torch.optim.Optimizer) -> Any:
     return lr.SequentialLR(o, [lr.ConstantLR(o, 0.3, 2), lr.CosineAnnealingWarmRestarts(o, 3)], [4])
 
@@ -65,6 +100,8 @@ MAKERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "multi-step": lambda o: lr.MultiStepLR(o, [3, 6, 9]),
     "swa": lambda o: SWALR(o, 0.02, 5),
     "own": Own,
+    "model": lambda o: Follows(o, nn.ParameterList(o.param_groups[0]["params"])),
+    "warm-up": lambda o: WarmUp(o, 4, WarmUp(o, 3, lr.LambdaLR(o, Remembers()))),
 }
 
 
@@ -115,6 +152,17 @@ def test_rates_go_on_as_undisturbed(name: str, tmp_path: Path) -> None:
     whole = rates(tmp_path / "whole", make)
     found = rates(tmp_path / "cut", make, 5) + rates(tmp_path / "cut", make, 8) + rates(tmp_path / "cut", make)
     assert found == whole
+
+
+def test_no_file_has_the_optimizer_or_the_model_of_a_scheduler() -> None:
+    parameter = nn.Parameter(torch.zeros(10_000))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    first, second = (WarmUp(optimizer, 4, Own(optimizer)) for _ in range(2))
+    first.after.model, first.other, second.other = nn.ParameterList([parameter]), second, first
+    follows = Follows(optimizer, nn.ParameterList([parameter]))
+    follows.others = {}
+    for one in (first, follows):
+        assert len(pickle.dumps(schedule_of(one))) < 5000
 
 
 def test_a_copy_is_no_longer_that_of_the_scheduler() -> None:

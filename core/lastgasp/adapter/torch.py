@@ -32,6 +32,7 @@ from lastgasp.pytorch.flags import Flags
 from lastgasp.pytorch.from_files import EnteredFromFiles, Files
 from lastgasp.pytorch.gasp_source import GaspSource
 from lastgasp.pytorch.held_gradients import HeldGradients
+from lastgasp.pytorch.inner_schedules import kept_inside, load_schedules
 from lastgasp.pytorch.io import load_entry, load_verified, save_verified, without_crc32
 from lastgasp.pytorch.loop.copies import Copies, address
 from lastgasp.pytorch.loop.faults import install_faults
@@ -153,9 +154,11 @@ __all__ = [
     "install_faults",
     "is_about_content",
     "is_epoch_record",
+    "kept_inside",
     "key_of",
     "kind_of",
     "load_entry",
+    "load_schedules",
     "load_verified",
     "local",
     "other_ranks",

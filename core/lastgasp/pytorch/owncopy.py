@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import deque
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
+_ELSEWHERE = (nn.Module, Optimizer)
 
 
 def own_copy(value: Any) -> Any:
-    """A copy of containers, tensors and arrays, however nested; any other object as it is.
+    """A copy of containers, tensors and arrays, however nested, and of schedulers; any other object as it is.
 
     Not `copy.deepcopy`: schedulers that hold another one have a way to the optimizer, and with it to all parameters.
     """
@@ -35,18 +38,52 @@ def own_copy(value: Any) -> Any:
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             found[key] = own_copy(value[key])
         return found
-    return value
+    return _without_optimizer(value) if isinstance(value, LRScheduler) else value
+
+
+class _Copying(threading.local):
+    """Copies by the id of what they are of: schedulers may hold each other."""
+
+    def __init__(self) -> None:
+        self.made = dict[int, Any]()
+
+
+_copying = _Copying()
+
+
+def _without_optimizer(scheduler: Any) -> Any:
+    """Of one that another one holds: a file would have all parameters with it (`inner_schedules`)."""
+    own, made = vars(scheduler), _copying.made
+    if id(scheduler) in made:
+        return made[id(scheduler)]
+    outermost = not made
+    try:
+        found = made[id(scheduler)] = object.__new__(type(scheduler))
+        state = own.copy() if "optimizer" not in own else own_copy(scheduler.state_dict())
+        vars(found).update(_own_parts(_without_models(state)))
+        return found
+    except Exception:  # of the user's own kind
+        return scheduler
+    finally:
+        if outermost:
+            made.clear()
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any]:
-    """A copy of what its `state_dict` returns."""
+    """A copy of what its `state_dict` returns; without a model that it holds, which has its own place."""
     own = getattr(scheduler, "__dict__", {})
     if getattr(type(scheduler), "state_dict", None) is not LRScheduler.state_dict or "state_dict" in own:
         found: dict[str, Any] = own_copy(scheduler.state_dict())
         return found
     there = own.copy()
     there.pop("optimizer", None)
-    return _own_parts(there)
+    return _own_parts(_without_models(there))
+
+
+def _without_models(there: dict[str, Any]) -> dict[str, Any]:
+    for name in [name for name, one in there.items() if type(one) not in _PLAIN and isinstance(one, _ELSEWHERE)]:
+        del there[name]
+    return there
 
 
 def _own_parts(copied: dict[Any, Any]) -> dict[Any, Any]:

@@ -22,6 +22,7 @@ from lastgasp.adapter.torch import (
     decode_aux,
     give_dtypes_back,
     have_dtypes_of,
+    kept_inside,
     other_ranks,
     own_aux,
     patch_group,
@@ -162,6 +163,8 @@ class Resume:
             replace_method(fit, "run", lambda run: lambda: self._run(trainer, run)),
             replace_method(fit.epoch_loop, "advance", lambda _: lambda fetcher: self._advance(trainer)),
         ]
+        connector, around = trainer._checkpoint_connector, partial(partial, partial(_load_schedules, trainer))
+        self._undo.append(replace_method(connector, "restore_lr_schedulers", around))
         if type(trainer.strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
             load = partial(_load_optimizers, trainer)
             self._undo.append(replace_method(trainer.strategy, "load_optimizer_state_dict", partial(partial, load)))
@@ -331,6 +334,11 @@ def logged(checkpoint: dict[str, Any]) -> bytes:
 def extra_of(aux: bytes) -> Extra:
     """The adapter's part of a rank's auxiliary state."""
     return split_extra(decode_aux(aux).extra)
+
+
+def _load_schedules(trainer: Any, load: Callable[[], None]) -> None:
+    with kept_inside(config.scheduler for config in trainer.lr_scheduler_configs):
+        load()
 
 
 def _load_optimizers(trainer: Any, load: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:

@@ -285,6 +285,7 @@ class Run:
         self._as_set.tell(record.get("as_set"), self.session.note, self._trial)
         if self._record is not None and checkpoint is not None:
             original = classes_allowed(Path(checkpoint))(original)
+        original = partial(_with_the_same_inside, original, trainer.lr_scheduler)
         if record.get("dtypes") != dtypes_of(trainer.model):
             original(checkpoint)
             return
@@ -433,6 +434,11 @@ class Run:
         if step and step not in self._gasps and (best := path_of(Path(args.output_dir), step)).exists():
             state.best_model_checkpoint = str(best)
         rotate(args, state)
+
+
+def _with_the_same_inside(load: Callable[[Any], None], scheduler: Any, checkpoint: Any) -> None:
+    with shared.kept_inside([scheduler]):
+        load(checkpoint)
 
 
 def _load_whole(optimizer: Any, load: Callable[[Any], object], stored: Any) -> None:

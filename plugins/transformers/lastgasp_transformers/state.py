@@ -361,8 +361,7 @@ class Training(adapter.Training):
             for callback in [one for one in waiting if type(one).__name__ == kind][:1]:
                 waiting.remove(callback)
                 vars(callback).update(saved["attributes"])
-        for scheduler, state in zip(self.state.schedulers.values(), record["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
+        shared.load_schedules(zip(self.state.schedulers.values(), record["schedulers"], strict=True))
         for group, values in zip(self._optimizer.param_groups, record["groups"][0], strict=True):
             shared.patch_group(group, values)
         for told in self._values.restore(record, self._is_of_this_job(record)):

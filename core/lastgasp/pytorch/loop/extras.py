@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from lastgasp.errors import ConfigError
-from lastgasp.pytorch.owncopy import fill_in, own_copy
+from lastgasp.pytorch.inner_schedules import load_schedules
+from lastgasp.pytorch.owncopy import fill_in, own_copy, schedule_of
 
 log = logging.getLogger("lastgasp")
 
@@ -118,6 +120,8 @@ class _Nowhere:
 
 def state_of(item: Any) -> Any:
     """What is saved of an item."""
+    if isinstance(item, LRScheduler):
+        return schedule_of(item)
     return item if isinstance(item, dict) else item.state_dict()
 
 
@@ -125,5 +129,7 @@ def fill(item: Any, stored: Any) -> None:
     """Have an item be as it was saved."""
     if isinstance(item, dict):
         fill_in(item, stored)
+    elif isinstance(item, LRScheduler):
+        load_schedules([(item, stored)])
     else:
         item.load_state_dict(stored)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import Optimizer
 
-from lastgasp.pytorch.owncopy import own_copy
+from lastgasp.pytorch.inner_schedules import held_by, load_schedules
+from lastgasp.pytorch.owncopy import schedule_of
 
 log = logging.getLogger("lastgasp")
 
@@ -98,11 +99,20 @@ class OtherSchedulers:
             self._note(NOT_AGAIN.format(_named(name for name, _ in self._due)))
             self._due = []
         last = {name: self._states[name] for name in [max(self._states, default=step)] if name != step}
-        self._states = last | {step: [(type(one).__qualname__, own_copy(one.state_dict())) for one in self.alive()]}
+        self._states = last | {step: self._states_now()}
         stepped = [one for known, before in self._forgotten if (one := known()) is not None and counts(one) > before]
         if stepped:
             self._forgotten = []
             self._note(FORGOTTEN.format(_named(type(one).__qualname__ for one in stepped if self._ours(one))))
+
+    def _states_now(self) -> list[_Saved]:
+        try:
+            return [(type(one).__qualname__, schedule_of(one)) for one in self.alive()]
+        except Exception as error:  # of the user's own kind
+            log.debug("the states of schedulers that the loop makes cannot be had: %r", error)
+            self._forgotten += [(known, counts(one)) for known in self._made if (one := known()) is not None]
+            self._made, self._saved = [], False
+            return []
 
     def record(self, step: int) -> bytes | None:
         """What `resumed` gets; None where there are none: `torch.load(weights_only=True)` takes no empty bytes."""
@@ -125,8 +135,7 @@ class OtherSchedulers:
         try:
             if [name for name, _ in due] != [type(one).__qualname__ for one in here]:
                 raise LookupError
-            for one, (_, values) in zip(here, due, strict=True):
-                one.load_state_dict(own_copy(values))
+            load_schedules((one, values) for one, (_, values) in zip(here, due, strict=True))
         except Exception as error:  # of the user's own kind
             log.debug("schedulers that the loop makes were not filled: %r", error)
             self._note(NOT_AGAIN.format(_named(name for name, _ in due)))
@@ -191,7 +200,7 @@ def within(value: Any, wanted: type) -> Iterator[Any]:
 def _outermost(found: Iterator[Any]) -> list[Any]:
     """Without those that others of them hold, and step."""
     all_of_them = list(found)
-    inner = {id(one) for outer in all_of_them for one in getattr(outer, "_schedulers", ())}
+    inner = {id(one) for outer in all_of_them for _, one in held_by(outer)}
     return [one for one in all_of_them if id(one) not in inner]
 
 

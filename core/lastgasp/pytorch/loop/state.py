@@ -22,6 +22,7 @@ from lastgasp.pytorch.deepspeed.engine import engine_of, load_engine, of_engine
 from lastgasp.pytorch.deepspeed.engine import unsupported as engine_unsupported
 from lastgasp.pytorch.extrastate import ExtraStates, put
 from lastgasp.pytorch.flags import Flags
+from lastgasp.pytorch.inner_schedules import load_schedules
 from lastgasp.pytorch.loop import files
 from lastgasp.pytorch.loop.copies import Address, Copies, address
 from lastgasp.pytorch.loop.extras import Extras, fill, state_of
@@ -37,7 +38,7 @@ from lastgasp.pytorch.loop.parts import (
 from lastgasp.pytorch.loop.scaler import scaler_dump, scaler_state
 from lastgasp.pytorch.loop.unlike import model_problems, optimizer_problems
 from lastgasp.pytorch.own_dtypes import load_parts
-from lastgasp.pytorch.owncopy import own_copy, schedule_of
+from lastgasp.pytorch.owncopy import schedule_of
 from lastgasp.pytorch.position import ELASTIC
 from lastgasp.pytorch.statedigest import digest, digests_of, leaves
 from lastgasp.pytorch.weight_modes import patch_group, which_weights
@@ -394,8 +395,7 @@ class TorchState:
         return again
 
     def _fill_aux(self, schedulers: Mapping[str, Any], scaler: Any, extra: Mapping[str, Any]) -> None:
-        for name, item in self.schedulers.items.items():
-            item.load_state_dict(own_copy(schedulers[name]))  # some take a part out of it
+        load_schedules((item, schedulers[name]) for name, item in self.schedulers.items.items())
         if self.scaler is not None and scaler:
             self.scaler.load_state_dict(scaler)
         for name, item in self.extra.items():
