@@ -294,6 +294,19 @@ def test_large_tensors_are_looked_at_in_each_step_and_not_kept_alive(looks: list
     assert "holder.table changes" in values.refused
 
 
+def test_what_a_root_had_before_is_not_kept_alive(looks: list[str]) -> None:
+    """A loss has a way to what its graph has saved."""
+    holder = Holder(loss=torch.zeros(2), history=[1.0])
+    values = UserValues([Root("holder", holder)])
+    values.take()
+    values.take()
+    before = weakref.ref(holder.loss)
+    holder.loss = torch.ones(2)
+    values.take()
+    gc.collect()
+    assert before() is None and len(looks) == 1
+
+
 def test_where_all_changes_each_time_no_trace_is_kept_but_tried_again(looks: list[str]) -> None:
     holder = make(found={})
     values = UserValues([Root("holder", holder)])

@@ -97,6 +97,8 @@ class Walk:
         Args:
             trace, rows: of the last look; changed: which of its checks do not hold any more.
         """
+        for number in changed:  # what a root had must not be kept alive
+            self._values.seen.pop(id(trace.checks[number][0]), None)
         return trace.again(rows, changed, self._limits, self._longer)
 
     def _longer(self, row: Row) -> Row | None:
