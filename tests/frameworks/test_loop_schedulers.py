@@ -51,6 +51,7 @@ class WarmUp(lr.LRScheduler):
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, after: Any) -> None:
         self.steps, self.after, self.over = steps, after, False
+        self.other: Any = None
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]

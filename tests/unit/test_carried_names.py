@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import textwrap
@@ -128,6 +129,24 @@ def test_what_is_told() -> None:
     assert not told([])
     assert ": a, b. Give what matters to TorchState(extra={...})" in told(["a", "b"])
     assert ": a, b, c, d, e, f and 2 more." in told(list("abcdefgh"))
+
+
+def test_a_file_is_parsed_once_for_all_who_call_each_other_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which stops all other threads meanwhile."""
+    file, parsed, found = tmp_path / "train.py", list[str](), list[str]()
+    file.write_text("def train(n):\n    for i in range(1):\n        train(n - 1) if n else look()\ntrain(5)\n")
+    parse = ast.parse
+    monkeypatch.setattr(ast, "parse", lambda *given: (parsed.append(given[0]), parse(*given))[1])
+
+    def look() -> None:
+        places = places_of(sys._getframe(1), [], ())
+        found.extend(carried_at(places))
+        assert len(places) >= 7
+
+    exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__", "look": look})
+    assert len([one for one in parsed if one.startswith("def train")]) == 1 and not found
 
 
 def test_a_loop_without_a_source_is_none(tmp_path: Path) -> None:

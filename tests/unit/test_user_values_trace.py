@@ -300,8 +300,8 @@ def test_what_a_root_had_before_is_not_kept_alive(looks: list[str]) -> None:
     values = UserValues([Root("holder", holder)])
     values.take()
     values.take()
-    before = weakref.ref(holder.loss)
-    holder.loss = torch.ones(2)
+    before = weakref.ref(vars(holder)["loss"])
+    vars(holder)["loss"] = torch.ones(2)
     values.take()
     gc.collect()
     assert before() is None and len(looks) == 1

@@ -65,7 +65,7 @@ def load_schedules(rows: Iterable[tuple[Any, Any]]) -> None:
 def held_by(scheduler: Any) -> list[tuple[_Path, Any]]:
     """The objects that it holds, also in each other: where, and what; those in an object come behind it."""
     found, seen = list[tuple[_Path, Any]](), {id(scheduler)}
-    waiting = [((), scheduler)]
+    waiting: list[tuple[_Path, Any]] = [((), scheduler)]
     while waiting:
         path, value = waiting.pop(0)
         parts = _parts(value)

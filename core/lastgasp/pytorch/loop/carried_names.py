@@ -112,9 +112,12 @@ def places_of(frame: FrameType | None, saved: Iterable[Any], counts: Iterable[in
 
 def carried_at(places: Iterable[Place]) -> list[str]:
     """Those of the loops around these lines. Reads the files."""
-    found = dict[str, None]()
+    found, read = dict[str, None](), dict[str, ast.AST | None]()
     for place in places:
-        found |= {name: None for name in _of_line(place.file, place.function, place.line) if name in place.lost}
+        if place.file not in read:  # a parser stops all other threads
+            read[place.file] = _read(place.file)
+        names = _of_line(read[place.file], place.function, place.line)
+        found |= {name: None for name in names if name in place.lost}
     return list(found)
 
 
@@ -137,13 +140,14 @@ def _is_lost(value: object, held: set[Any], kept: set[int]) -> bool:
     return isinstance(value, _CONTAINERS) and id(value) not in kept
 
 
-def _of_line(file: str, function: str, line: int) -> list[str]:
+def _read(file: str) -> ast.AST | None:
     lines = linecache.getlines(file)
-    if not lines or len(lines) > _LINES:
-        return []
-    inner: ast.AST = ast.parse("".join(lines))
+    return ast.parse("".join(lines)) if lines and len(lines) <= _LINES else None
+
+
+def _of_line(inner: ast.AST | None, function: str, line: int) -> list[str]:
     loops, name = list[Loop](), "<module>"
-    while (found := _around(inner, line)) is not None:
+    while inner is not None and (found := _around(inner, line)) is not None:
         inner = found
         if isinstance(inner, Function):
             loops, name = [], inner.name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 from torch.amp import GradScaler
 
-from lastgasp.pytorch.loop.other_schedulers import kinds, patched, within
+from lastgasp.pytorch.loop.other_schedulers import living, patched, within
 
 FORGOTTEN = (
     "a GradScaler is used that is not in TorchState: no checkpoint holds its scale. A resumed run begins with the "
@@ -28,9 +27,7 @@ class OtherScalers:
 
     def __init__(self, state: Any, note: Callable[[str], object]) -> None:
         self._state, self._note = state, note
-        scalers = set(kinds(GradScaler))
-        there = [one for one in gc.get_objects() if type(one) in scalers and not _used(one)]
-        self._seen = [ref(one) for one in there]
+        self._seen = [ref(one) for one in living(GradScaler) if not _used(one)]
         self._undo: list[Callable[[], object]] = [patched(GradScaler, lambda one: self._seen.append(ref(one)))]
 
     def remove(self) -> None:
