@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,24 @@ def test_one_that_the_first_epoch_makes_goes_on(
     assert train(99, tmp_path / "cut") == whole[at:]
     assert FORGOTTEN not in caplog.text and NOT_AGAIN not in caplog.text
     assert LRScheduler.__init__ is INIT
+
+
+def test_nothing_is_kept_by_what_somebody_else_has_put_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tools that log hyperparameters do."""
+    optimizer = SGD((model := nn.Linear(4, 3)).parameters(), lr=0.1)
+    for kind in (LRScheduler, GradScaler):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)  # so that it is this one in the end
+    with Session.open(tmp_path, state=TorchState(model, optimizer)) as s:
+        for kind in (LRScheduler, GradScaler):
+            monkeypatch.setattr(kind, "__init__", functools.partialmethod(kind.__init__))
+        for _ in s.epochs(1):
+            one_epoch(s, optimizer, StepLR(optimizer, 2), 99, [])
+    gone = weakref.ref(model)
+    del model, optimizer, s
+    gc.collect()
+    assert gone() is None
 
 
 def test_one_whose_state_cannot_be_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

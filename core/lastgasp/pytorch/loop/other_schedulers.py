@@ -6,6 +6,7 @@ a resumed run it would begin anew, with learning rates of any size, as most of t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import pickle
@@ -150,16 +151,19 @@ def counts(scheduler: Any) -> int:
 
 def patched(kind: type, made: Callable[[Any], object]) -> Callable[[], object]:
     """Have `made` called with each new object of `kind`. Returns what undoes it."""
-    before = kind.__dict__["__init__"]
+    before, told = kind.__dict__["__init__"], [made]
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
-        made(self)
+        for one in told:
+            with contextlib.suppress(Exception):  # the user's class, of which not all is made
+                one(self)
 
     init.__wrapped__, init.__doc__ = before, before.__doc__  # type: ignore[attr-defined]
     kind.__init__ = init  # type: ignore[misc]
 
     def undo() -> None:
+        told.clear()  # somebody else may have put another one around it, which stays
         if kind.__dict__["__init__"] is init:
             kind.__init__ = before  # type: ignore[misc]
 
