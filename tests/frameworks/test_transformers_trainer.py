@@ -20,9 +20,11 @@ pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import ExponentialLR
 from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from frameworks.test_loop_schedulers import WarmUp
 from frameworks.transformers_rig import Breaks, new_process, outcome, trainer
 from lastgasp.cli import main
 from lastgasp.errors import CheckpointMismatch, ConfigError
@@ -347,6 +349,27 @@ def test_an_optimizer_with_objects_in_its_states_resumes(tmp_path: Path) -> None
     new_process()
     found = outcome(one, one.train().training_loss)
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_a_scheduler_that_holds_another_one_sets_the_rates_of_the_optimizer(tmp_path: Path) -> None:
+    """What a checkpoint has of the other one is a copy."""
+
+    def of(folder: str, *callbacks: Any) -> Trainer:
+        one = trainer(tmp_path / folder, *callbacks)
+        optimizer = torch.optim.SGD(cast("Any", one.model).parameters(), lr=0.1)
+        one.optimizer, one.lr_scheduler = optimizer, WarmUp(optimizer, 3, ExponentialLR(optimizer, 0.8))
+        return one
+
+    plain = of("plain")
+    wanted = outcome(plain, plain.train().training_loss)
+    one = of("kept", Breaks(5), LastGasp())
+    with pytest.raises(InjectedFault):
+        one.train()
+    one = of("kept", LastGasp())
+    new_process()
+    found = outcome(one, one.train().training_loss)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert one.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
 
 
 def test_optimizers_of_single_parameters_that_no_checkpoint_has_are_named(tmp_path: Path) -> None:
