@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lastgasp.pytorch.loop.carried_names import CarriedNames, carried_at, places_of, told
+from lastgasp.pytorch.loop.positions_of_its_own import PositionsOfItsOwn
 
 LOOPS = {
     "the best so far, counters, sums of an epoch, histories": (
@@ -152,6 +153,30 @@ def test_a_file_is_parsed_once_for_all_who_call_each_other_in_it(
 
     exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__", "look": look})
     assert len([one for one in parsed if one.startswith("def train")]) == 1 and not found
+
+
+class Lazy:
+    """As Django's SimpleLazyObject, and wrapt's proxies."""
+
+    made = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Makes it."""
+        Lazy.made = True
+        return dict
+
+
+def test_a_lazy_object_is_not_made() -> None:
+    data, n = Lazy(), 0
+
+    def look() -> None:
+        frame = sys._getframe(1)
+        assert "n" in places_of(frame, [], ())[0].lost
+        PositionsOfItsOwn(frame)
+
+    exec("n = 0\nlook()", {"__name__": "__main__", "look": look, "data": data, "n": n})
+    assert not Lazy.made
 
 
 def test_a_loop_without_a_source_is_none(tmp_path: Path) -> None:

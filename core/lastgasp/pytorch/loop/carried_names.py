@@ -135,9 +135,10 @@ def _inside(saved: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_lost(value: object, held: set[Any], kept: set[int]) -> bool:
-    if value is None or isinstance(value, Number | str):
+    kind = type(value)  # not isinstance: a lazy object is made by a question for its class
+    if value is None or issubclass(kind, Number | str):
         return value not in held
-    return isinstance(value, _CONTAINERS) and id(value) not in kept
+    return issubclass(kind, _CONTAINERS) and id(value) not in kept
 
 
 def _read(file: str) -> ast.AST | None:

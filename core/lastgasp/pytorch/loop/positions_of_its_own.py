@@ -98,9 +98,9 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 
 def _is_one(value: object) -> bool:
-    if isinstance(value, GeneratorType):
+    if type(value) is GeneratorType:  # not isinstance: a lazy object is made by a question for its class
         return value.gi_frame is not None and is_users_module(value.gi_frame.f_globals.get("__name__", ""))
-    return is_users(type(value)) and not isinstance(value, _NOT)
+    return is_users(type(value)) and not issubclass(type(value), _NOT)
 
 
 def _attributes(one: object) -> dict[str, Any]:
@@ -111,5 +111,5 @@ def _attributes(one: object) -> dict[str, Any]:
 
 
 def _counts(one: Any) -> Counts:
-    held = locals_of(one.gi_frame) if isinstance(one, GeneratorType) and one.gi_frame is not None else _attributes(one)
+    held = locals_of(one.gi_frame) if type(one) is GeneratorType and one.gi_frame is not None else _attributes(one)
     return {name: value for name, value in held.items() if type(value) is int and name[0] != "_"}
