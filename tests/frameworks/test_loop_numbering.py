@@ -43,15 +43,18 @@ LOOPS: dict[str, tuple[Callable[..., Iterable[Any]], int, int]] = {
 """What the loop iterates over; whether that is said at the start; whether it is noted when a pass is resumed."""
 
 
-@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize("collected", ["", "begins", "is looked at"])
 @pytest.mark.parametrize("how", LOOPS)
 def test_a_loop_that_numbers_its_batches_itself_is_named(
-    how: str, collected: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    how: str, collected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers, said, noted = LOOPS[how]
-    if collected:  # while the pass begins
+    if collected == "begins":  # the pass
         begin = Run.begin_pass
         monkeypatch.setattr(Run, "begin_pass", lambda *args: (begin(*args), gc.collect())[0])
+    elif collected:  # by another thread
+        objects = gc.get_objects
+        monkeypatch.setattr(gc, "get_objects", lambda **which: (gc.collect(1), objects(**which))[1])
 
     def train(until: int) -> None:
         model = nn.Linear(4, 3)

@@ -21,6 +21,7 @@ from lastgasp.pytorch.loop.run import Run
 from lastgasp.pytorch.loop.sharded_loop import ShardedLoop
 from lastgasp.pytorch.loop.state import TorchState
 from lastgasp.pytorch.queued import QueuedWork
+from lastgasp.pytorch.sharded_alike import SharedParts
 from lastgasp.testing.faults import InjectedFault
 
 
@@ -154,10 +155,12 @@ def test_under_join_nothing_of_parts_is_saved_and_nobody_is_waited_for(
         _run=run, shards=SimpleNamespace(look=lambda: True), life=SimpleNamespace(session=engine), arena=arena,
         _kept={}, _cannot="", _completed=False, _extra_states=SimpleNamespace(step_over=lambda step: {}),
         _filling=Filling(arena, "auto", engine.gather, engine.note, 0),  # type: ignore[arg-type]
+        _shared=SharedParts(engine, None, kept_equal=False),
     )  # fmt: skip
+    monkeypatch.setattr(run, "capture_aux", lambda step, **_: None)
     for step in range(1, WARM_UP + MEASURED + 2):
-        loop.keep(SimpleNamespace(step=step, groups=[]))
-        loop.fill(step)
+        snapshot: Any = SimpleNamespace(step=step, groups=[])
+        loop.complete(snapshot)
         saved(run, step)
         with pytest.raises(NotSaveable, match="from step 1 on nothing can be saved: under torch's Join"):
             loop.kept(step)

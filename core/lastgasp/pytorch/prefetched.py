@@ -133,7 +133,7 @@ class PrefetchedData:
             self._track.settle()
             if not self._loader.num_workers:  # they have drawn ahead
                 self._own.restore(self._own_due)
-            if why := self._track.inexact or unordered(self._loader) or (OWN if self._own.lost else ""):
+            if why := unordered(self._loader) or self._track.inexact or (OWN if self._own.lost else ""):
                 self.inexact(why)
             rng.restore(rng.decode(ahead))
         read = 0

@@ -61,7 +61,7 @@ def number_of(iterator: Iterator[Any], frame: FrameType | None, since: Promotion
     """
     held: Any = iterator
     while frame is not None:
-        found = _holder(held, frame, since.none())
+        found = _holder(held, frame, since)
         if found is None:
             return None
         if isinstance(found, enumerate):
@@ -70,18 +70,18 @@ def number_of(iterator: Iterator[Any], frame: FrameType | None, since: Promotion
     return None
 
 
-def _holder(held: Any, frame: FrameType, young: bool) -> enumerate[Any] | GeneratorType[Any, Any, Any] | None:
+def _holder(held: Any, frame: FrameType, since: Promotions) -> enumerate[Any] | GeneratorType[Any, Any, Any] | None:
     """The `enumerate` that iterates over `held`; or else the generator that does it in `frame`."""
-    if not young:
-        return _first(gc.get_referrers(held, frame), held, frame)
-    for age in (0, 1):
+    for age in (0, 1) if since.none() else ():
         objects = gc.get_objects(generation=age)
         try:
             if (found := _first(objects, held, frame)) is not None:
                 return found
         finally:
             objects.clear()  # a list of everything must never be part of a cycle: Python 3.11 crashes at memoryviews
-    return None
+    if since.none():  # another thread may have had the collector run meanwhile
+        return None
+    return _first(gc.get_referrers(held, frame), held, frame)
 
 
 def _first(objects: list[Any], held: Any, frame: FrameType) -> enumerate[Any] | GeneratorType[Any, Any, Any] | None:

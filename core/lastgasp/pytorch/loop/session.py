@@ -355,9 +355,9 @@ class BatchIterator(Iterator[T]):
         self._session._check()
         run = self._session._run
         self._session._look(run)
-        self._session._look_at_names(sys._getframe().f_back)
         if self._since is not None:
             self._numbered(sys._getframe().f_back, self._since)
+        self._session._look_at_names(sys._getframe().f_back)
         try:
             batch: T = run.next_batch(self._pass, self._session._finished)
         except StopIteration:

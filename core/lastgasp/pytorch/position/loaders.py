@@ -74,7 +74,7 @@ class MapPosition:
     def inexact(self) -> str:
         """By workers that draw random numbers, and by a sampler that does not repeat itself."""
         workers = getattr(self._loader, "num_workers", 0) > 0
-        return self.track.inexact or unordered(self._loader) or (OWN if self._own.lost else WORKERS if workers else "")
+        return unordered(self._loader) or self.track.inexact or (OWN if self._own.lost else WORKERS if workers else "")
 
     @property
     def start(self) -> PassStart:
@@ -135,8 +135,8 @@ class StreamPosition:
     def inexact(self) -> str:
         """By workers that live on from pass to pass, and by a loader that does not repeat itself."""
         workers = getattr(self.loader, "num_workers", 0) and getattr(self.loader, "persistent_workers", False)
-        changed = CHANGED if self.differs or self._later else ""
-        return changed or unordered(self.loader) or (OWN if self._own.lost else WORKERS if workers else "")
+        changed = CHANGED if self.differs or self._later else ""  # as batches out of order do
+        return unordered(self.loader) or changed or (OWN if self._own.lost else WORKERS if workers else "")
 
     def begin(self) -> None:
         """Remember the random state."""
